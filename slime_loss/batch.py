@@ -1,0 +1,190 @@
+"""The streams of one micro-batch, and what the loss makes of them.
+
+Every stream has one entry per local row, T = T_local of a SequenceLayout; row t predicts labels[t].
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn import functional
+
+from slime_loss.metrics import Metrics
+
+IGNORED_LABEL = -100
+"""The label of a row that predicts nothing."""
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """The vocabulary ids that top-p or top-k sampling kept for each row, row after row.
+
+    Row t kept `ids[offsets[t]:offsets[t + 1]]`; a row with none listed kept the whole vocabulary.
+
+    Attributes:
+        ids: [K], vocabulary ids.
+        offsets: [T + 1], from 0 to K, never decreasing.
+    """
+
+    ids: Int64[Tensor, " kept"]
+    offsets: Int64[Tensor, " rows_plus_one"]
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        for name in ("ids", "offsets"):
+            _check_vector(name, getattr(self, name), torch.int64)
+        if self.offsets.shape[0] < 1:
+            raise ValueError("offsets must have rows + 1 entries: offsets.shape=(0,)")
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows T."""
+        return self.offsets.shape[0] - 1
+
+    def select(self, rows: Int64[Tensor, " selected"]) -> "KeptIds":
+        """The kept ids of the given rows, in their order.
+
+        Args:
+            rows: [R], row numbers; -1 (padding) gives a row that kept the whole vocabulary. The
+                token_index of a layout therefore cuts a pack's kept ids for this rank.
+
+        Returns:
+            The kept ids of R rows.
+        """
+        # A count of 0 behind the last row is what -1 picks.
+        counts = functional.pad(self.offsets.diff(), (0, 1))[rows]
+        offsets = functional.pad(counts.cumsum(0), (1, 0))
+        shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
+        positions = torch.arange(shift.shape[0], device=shift.device) + shift
+        return KeptIds(self.ids[positions], offsets)
+
+    def mask(self, first_column: int, num_columns: int) -> Bool[Tensor, "rows columns"]:
+        """The dense mask over one rank's slice of the vocabulary.
+
+        Args:
+            first_column: The vocabulary id of the slice's first column.
+            num_columns: The columns of the slice.
+
+        Returns:
+            [T, num_columns], true where the column was kept.
+        """
+        counts = self.offsets.diff()
+        row = torch.repeat_interleave(
+            torch.arange(self.num_rows, device=self.ids.device),
+            counts,
+            output_size=self.ids.shape[0],
+        )
+        column = self.ids - first_column
+        inside = (column >= 0) & (column < num_columns)
+        # Ids of other ranks land in one column too many, which is cut off again.
+        mask = torch.zeros(self.num_rows, num_columns + 1, dtype=torch.bool, device=row.device)
+        mask[row, torch.where(inside, column, num_columns)] = True
+        return mask[:, :num_columns] | (counts == 0).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch's streams, one entry per local row.
+
+    What a stream holds where loss_mask is false is never read into a loss, gradient or metric.
+
+    Attributes:
+        labels: [T], the next token of the same sample; -100 where there is none.
+        loss_mask: [T], true where the row trains.
+        loss_weight: [T], the token's weight in the step's loss, as `loss_weights` gives it.
+        sample_index: [T], the sample's index in the pack; -1 at padding rows.
+        advantages: [T]; needed by policy_loss.
+        old_log_probs: [T], nats, of the policy at the start of the optimizer steps on this
+            rollout; None means on policy, that is the current ones without gradient.
+        rollout_log_probs: [T], nats, as the rollout engine gave them.
+        ref_log_probs: [T], nats, of the reference model.
+        kept_ids: What top-p or top-k sampling kept for each row; None keeps everything.
+    """
+
+    labels: Int64[Tensor, " tokens"]
+    loss_mask: Bool[Tensor, " tokens"]
+    loss_weight: Float[Tensor, " tokens"]
+    sample_index: Int64[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"] | None = None
+    old_log_probs: Float[Tensor, " tokens"] | None = None
+    rollout_log_probs: Float[Tensor, " tokens"] | None = None
+    ref_log_probs: Float[Tensor, " tokens"] | None = None
+    kept_ids: KeptIds | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes, dtypes and devices."""
+        dtypes = {"labels": torch.int64, "loss_mask": torch.bool, "sample_index": torch.int64}
+        for field in fields(self):
+            stream = getattr(self, field.name)
+            if isinstance(stream, Tensor):
+                _check_vector(field.name, stream, dtypes.get(field.name))
+                check_rows(field.name, stream, self)
+        if self.kept_ids is not None and self.kept_ids.num_rows != self.num_rows:
+            raise ValueError(
+                "kept_ids must have one row per label: "
+                f"kept_ids.num_rows={self.kept_ids.num_rows}, num_rows={self.num_rows}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of local rows T."""
+        return self.labels.shape[0]
+
+    @property
+    def trained_labels(self) -> Int64[Tensor, " tokens"]:
+        """The labels of the rows that train, -100 at every other row, whatever is there."""
+        return torch.where(self.loss_mask, self.labels, IGNORED_LABEL)
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """What the head gives for each row; 0 where a row's label is -100.
+
+    Attributes:
+        log_probs: [T], nats, of the label.
+        entropy: [T], nats, over the full vocabulary; None when it was not asked for.
+    """
+
+    log_probs: Float[Tensor, " tokens"]
+    entropy: Float[Tensor, " tokens"] | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one micro-batch on one rank.
+
+    Attributes:
+        loss: [], this rank's part of the plain sum over the step.
+        metrics: This micro-batch's metrics, not yet reduced.
+        first_nonfinite_row: [], the first local row that trains and whose loss or log-prob is not
+            finite; -1 when there is none.
+    """
+
+    loss: Float[Tensor, ""]
+    metrics: Metrics
+    first_nonfinite_row: Int64[Tensor, ""]
+
+
+def check_rows(name: str, stream: Tensor, batch: TokenBatch) -> None:
+    """Raise ValueError unless `stream` has the shape [T] and the device of the batch."""
+    if stream.shape != batch.labels.shape:
+        raise ValueError(
+            f"{name} must have the shape of labels: {name}.shape={tuple(stream.shape)}, "
+            f"labels.shape={tuple(batch.labels.shape)}"
+        )
+    if stream.device != batch.labels.device:
+        raise ValueError(
+            f"{name} must be on the device of labels: {name}.device={stream.device}, "
+            f"labels.device={batch.labels.device}"
+        )
+
+
+def _check_vector(name: str, stream: Tensor, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless `stream` is a vector of `dtype` (None: any floating point type)."""
+    if stream.dim() != 1:
+        raise ValueError(f"{name} must have one dimension: {name}.shape={tuple(stream.shape)}")
+    if dtype is None and not stream.is_floating_point():
+        raise ValueError(f"{name} must be floating point: {name}.dtype={stream.dtype}")
+    if dtype is not None and stream.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}: {name}.dtype={stream.dtype}")
