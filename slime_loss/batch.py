@@ -119,7 +119,7 @@ class TokenBatch:
             stream = getattr(self, field.name)
             if isinstance(stream, Tensor):
                 _check_vector(field.name, stream, dtypes.get(field.name))
-                check_rows(field.name, stream, self)
+                check_alike(field.name, stream, "labels", self.labels)
         if self.kept_ids is not None and self.kept_ids.num_rows != self.num_rows:
             raise ValueError(
                 "kept_ids must have one row per label: "
@@ -166,25 +166,31 @@ class LossOutput:
     first_nonfinite_row: Int64[Tensor, ""]
 
 
-def check_rows(name: str, stream: Tensor, batch: TokenBatch) -> None:
-    """Raise ValueError unless `stream` has the shape [T] and the device of the batch."""
-    if stream.shape != batch.labels.shape:
+def check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless two tensors have one shape and one device: nothing broadcasts."""
+    if tensor.shape != other.shape:
         raise ValueError(
-            f"{name} must have the shape of labels: {name}.shape={tuple(stream.shape)}, "
-            f"labels.shape={tuple(batch.labels.shape)}"
+            f"{name} must have the shape of {other_name}: "
+            f"{name}.shape={tuple(tensor.shape)}, {other_name}.shape={tuple(other.shape)}"
         )
-    if stream.device != batch.labels.device:
+    if tensor.device != other.device:
         raise ValueError(
-            f"{name} must be on the device of labels: {name}.device={stream.device}, "
-            f"labels.device={batch.labels.device}"
+            f"{name} must be on the device of {other_name}: "
+            f"{name}.device={tensor.device}, {other_name}.device={other.device}"
         )
+
+
+def check_floats(name: str, stream: Tensor) -> None:
+    """Raise ValueError unless `stream` is of a floating point type."""
+    if not stream.is_floating_point():
+        raise ValueError(f"{name} must be floating point: {name}.dtype={stream.dtype}")
 
 
 def _check_vector(name: str, stream: Tensor, dtype: torch.dtype | None) -> None:
     """Raise ValueError unless `stream` is a vector of `dtype` (None: any floating point type)."""
     if stream.dim() != 1:
         raise ValueError(f"{name} must have one dimension: {name}.shape={tuple(stream.shape)}")
-    if dtype is None and not stream.is_floating_point():
-        raise ValueError(f"{name} must be floating point: {name}.dtype={stream.dtype}")
-    if dtype is not None and stream.dtype != dtype:
+    if dtype is None:
+        check_floats(name, stream)
+    elif stream.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}: {name}.dtype={stream.dtype}")

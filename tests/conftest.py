@@ -1,7 +1,5 @@
-"""The runtime type checker on `slime_loss`, and one thread a process."""
+"""One thread a process: the tests are many and small, and several run at a time."""
 
 import torch
-from jaxtyping import install_import_hook
 
-install_import_hook("slime_loss", "beartype.beartype")
 torch.set_num_threads(1)

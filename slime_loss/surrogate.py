@@ -1,0 +1,95 @@
+"""Policy-gradient surrogates: importance ratio and advantage in, loss of each token out.
+
+Source: PPO, arXiv 1707.06347, eq. 7; asymmetric clip: DAPO, arXiv 2503.14476, eq. 10; dual clip:
+arXiv 1912.09729, eq. 5.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from slime_loss.batch import check_alike
+from slime_loss.config import PolicyLossConfig
+
+MAX_LOG_RATIO = 20.0
+"""Importance ratios are held within e^-20 and e^20, which are finite in fp32 and bf16."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The surrogate loss of each token, and where which bound of the ratio binds.
+
+    A bound binds where it takes the gradient away, which the sign of the advantage decides. At
+    most one binds at a token.
+
+    Attributes:
+        token_loss: [T], with gradient.
+        ratio: [T], the importance ratio, with gradient.
+        clipped_high: [T], the upper clip binds (advantage > 0).
+        clipped_low: [T], the lower clip binds (advantage < 0).
+        clipped_dual: [T], the dual clip binds (advantage < 0).
+    """
+
+    token_loss: Float[Tensor, " tokens"]
+    ratio: Float[Tensor, " tokens"]
+    clipped_high: Bool[Tensor, " tokens"]
+    clipped_low: Bool[Tensor, " tokens"]
+    clipped_dual: Bool[Tensor, " tokens"]
+
+
+def importance_log_ratio(
+    log_probs: Float[Tensor, " tokens"], old_log_probs: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """Compute log_probs - old_log_probs, clamped to [-20, 20]; no gradient beyond.
+
+    Args:
+        log_probs: [T], nats, with gradient.
+        old_log_probs: [T], nats, of the policy that sampled.
+
+    Returns:
+        [T], nats.
+
+    Raises:
+        ValueError: The shapes or devices differ.
+    """
+    check_alike("old_log_probs", old_log_probs, "log_probs", log_probs)
+    return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clipped_surrogate(
+    log_ratio: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    config: PolicyLossConfig,
+) -> Surrogate:
+    """PPO's clipped surrogate, which GRPO and its kin share.
+
+    With r = exp(log_ratio): max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) and, with
+    eps_clip_c, min(that, -eps_clip_c A) where A < 0. Said with the sign of A: r is bounded from
+    above by 1 + eps_clip_high where A > 0, and by 1 - eps_clip from below and eps_clip_c from
+    above where A < 0.
+
+    Args:
+        log_ratio: [T], nats, as `importance_log_ratio` gives it.
+        advantages: [T], without gradient.
+        config: eps_clip, eps_clip_high, eps_clip_c.
+
+    Returns:
+        The surrogate of each token.
+
+    Raises:
+        ValueError: The shapes or devices differ.
+    """
+    check_alike("advantages", advantages, "log_ratio", log_ratio)
+    dual_bound = math.inf if config.eps_clip_c is None else config.eps_clip_c
+    ratio = log_ratio.exp()
+    clipped_high = (advantages > 0) & (ratio > config.clip_high)
+    clipped_low = (advantages < 0) & (ratio < config.clip_low)
+    clipped_dual = (advantages < 0) & (ratio > dual_bound)
+
+    bounded = torch.where(clipped_high, config.clip_high, ratio)
+    bounded = torch.where(clipped_low, config.clip_low, bounded)
+    bounded = torch.where(clipped_dual, dual_bound, bounded)
+    return Surrogate(-advantages * bounded, ratio, clipped_high, clipped_low, clipped_dual)
