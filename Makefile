@@ -1,0 +1,76 @@
+# Everything a user or a developer does, each by one word; `make help` lists them.
+# A stamp in the virtual environment remembers what is installed, so a second `make` installs nothing.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+VENV ?= .venv
+# torch goes in first and alone: a CPU or a CUDA build, as TORCH and TORCH_INDEX say.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+TORCH_STAMP := $(STAMPS)/$(subst =,-,$(TORCH))
+RUN := runs/quickstart
+# One thread a rank: ranks share the cores, and sums do not depend on the number of cores.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-all lint format clean distclean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMPS)/run ## Make .venv and install what a run needs
+
+quickstart: $(STAMPS)/run ## Train a small model on real rollouts, 2 ranks, CPU; again: continue
+	$(BIN)/torchrun --standalone --nproc-per-node 2 pretrain_rl.py --config examples/quickstart.yaml
+	$(BIN)/python tools/plot_run.py $(RUN)/tensorboard --output $(RUN)/curves.png
+	@echo
+	@echo "curves       $(RUN)/curves.png"
+	@echo "TensorBoard  $(BIN)/tensorboard --logdir $(RUN)/tensorboard"
+
+test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTEST_ARGS=...)
+	$(BIN)/pytest -m "not slow" --session-timeout=1800 $(PYTEST_ARGS)
+
+test-all: $(STAMPS)/test lint ## The same with the slow tests
+	$(BIN)/pytest --session-timeout=7200 $(PYTEST_ARGS)
+
+lint: $(STAMPS)/test ## ruff, formatting, types, import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMPS)/test ## Format the sources and fix what ruff can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean: ## Remove caches and builds
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too; runs/ stays
+	rm -rf $(VENV)
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed: PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(TORCH_STAMP): $(STAMPS)/venv
+	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+$(STAMPS)/run: $(TORCH_STAMP) setup.py
+	$(PIP) install --editable '.[plot]'
+	@touch $@
+
+$(STAMPS)/test: $(TORCH_STAMP) setup.py
+	$(PIP) install --editable '.[plot,test,lint]'
+	@touch $(STAMPS)/run $@
