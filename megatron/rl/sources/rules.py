@@ -1,0 +1,186 @@
+"""The rules that span the fields of a row, and the way from a checked row to a `Sample`."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from megatron.rl.samples import RowRules, Sample
+from megatron.rl.sources.row import FLOAT32_MAX, BrokenRuleError, Row, plain
+
+
+def check_row(row: Row, rules: RowRules) -> None:
+    """Refuse a row that breaks a rule; give `tokens` and `response_length` their one form.
+
+    Raises:
+        BrokenRuleError: The first broken rule.
+    """
+    _join_ids(row)
+    _check_lengths(row, rules)
+    _check_vocabulary(row, rules)
+    _check_streams(row, rules)
+    _check_kept_ids(row, rules)
+    reward_of(row, rules)
+    if rules.need_group and row.group_index is None:
+        raise BrokenRuleError(
+            "group_index", "must be given: advantages compare a prompt's samples", None
+        )
+
+
+def reward_of(row: Row, rules: RowRules) -> float:
+    """The row's reward as the run reads it; 0.0 where there is none and none is needed.
+
+    Raises:
+        BrokenRuleError: Missing, not finite, or a dict where a number is read (or the reverse).
+    """
+    reward = row.reward
+    if reward is None and not rules.need_reward:
+        return 0.0
+    if rules.reward_key is not None:
+        return _reward_by_key(reward, rules.reward_key)
+    if reward is None:
+        raise BrokenRuleError("reward", "must be given", None)
+    if isinstance(reward, dict):
+        raise BrokenRuleError(
+            "reward", "must be a number", reward, f"pass --reward-key, one of {sorted(reward)}"
+        )
+    return float(reward)
+
+
+def num_trained_tokens_of(row: Row) -> int:
+    """How many response tokens train: none of a removed sample, all where there is no mask."""
+    if row.remove_sample:
+        return 0
+    return row.response_length if row.loss_mask is None else sum(row.loss_mask)
+
+
+def make_sample(row: Row, *, index: int, group_index: int, reward: float, origin: str) -> Sample:
+    """A checked row as a sample; the numbers come from the index, which knows all files."""
+    length = row.response_length
+    mask = np.ones(length, bool) if row.loss_mask is None else np.array(row.loss_mask, bool)
+    return Sample(
+        index=index,
+        group_index=group_index,
+        tokens=np.array(row.tokens, np.int64),
+        response_length=length,
+        loss_mask=np.zeros(length, bool) if row.remove_sample else mask,
+        reward=reward,
+        status=row.status or "completed",
+        origin=origin,
+        rollout_log_probs=_array(row.rollout_log_probs, np.float32),
+        ref_log_probs=_array(row.ref_log_probs, np.float32),
+        kept_ids=_array(row.rollout_top_p_token_ids, np.int64),
+        kept_offsets=_array(row.rollout_top_p_token_offsets, np.int64),
+        prompt=_text(row.prompt),
+        response=_text(row.response),
+        label=_text(row.label),
+    )
+
+
+def _join_ids(row: Row) -> None:
+    """Give the row `tokens` and `response_length`, whichever way it names its ids."""
+    if row.prompt_ids is None and row.response_ids is None:
+        if row.tokens is None:
+            raise BrokenRuleError("tokens", "must be given (or prompt_ids and response_ids)", None)
+        return
+    if row.tokens is not None:
+        raise BrokenRuleError(
+            "tokens", "must not be given beside prompt_ids and response_ids", row.tokens
+        )
+    for name in ("prompt_ids", "response_ids"):
+        if getattr(row, name) is None:
+            raise BrokenRuleError(name, "must be given beside the other half", None)
+    if row.response_length not in (None, len(row.response_ids)):
+        rule = f"must be the number of response_ids, {len(row.response_ids)}"
+        raise BrokenRuleError("response_length", rule, row.response_length)
+    row.tokens = row.prompt_ids + row.response_ids
+    row.response_length = len(row.response_ids)
+
+
+def _check_lengths(row: Row, rules: RowRules) -> None:
+    total, response = len(row.tokens), row.response_length
+    if response is None:
+        raise BrokenRuleError("response_length", "must be given beside tokens", None)
+    if not 1 <= response < total:
+        rule = f"must be at least 1 and less than the number of tokens, {total}"
+        raise BrokenRuleError("response_length", rule, response)
+    if rules.max_length is not None and total > rules.max_length:
+        fix = "leave the row out, or raise the length the run allows"
+        raise BrokenRuleError("tokens", f"must be at most {rules.max_length} ids long", total, fix)
+
+
+def _check_vocabulary(row: Row, rules: RowRules) -> None:
+    if rules.vocab_size is None or max(row.tokens) < rules.vocab_size:
+        return
+    position = next(i for i, token in enumerate(row.tokens) if token >= rules.vocab_size)
+    rule = f"must be less than vocab_size={rules.vocab_size}"
+    raise BrokenRuleError(f"tokens[{position}]", rule, row.tokens[position])
+
+
+def _check_streams(row: Row, rules: RowRules) -> None:
+    """Every per-token list has one item per response token; what the run needs is there."""
+    for name, needed in (
+        ("loss_mask", False),
+        ("rollout_log_probs", rules.need_rollout_log_probs),
+        ("ref_log_probs", rules.need_ref_log_probs),
+    ):
+        stream = getattr(row, name)
+        if stream is None and needed:
+            raise BrokenRuleError(name, "must be given: this run trains with it", None)
+        if stream is not None and len(stream) != row.response_length:
+            rule = f"must have one item per response token, response_length={row.response_length}"
+            raise BrokenRuleError(name, rule, f"{len(stream)} items")
+
+
+def _check_kept_ids(row: Row, rules: RowRules) -> None:
+    ids, offsets = row.rollout_top_p_token_ids, row.rollout_top_p_token_offsets
+    if ids is None and offsets is None:
+        if rules.need_kept_ids:
+            raise BrokenRuleError(
+                "rollout_top_p_token_ids", "must be given: top-p is replayed", None
+            )
+        return
+    for name, other in (
+        ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+        ("rollout_top_p_token_offsets", "rollout_top_p_token_ids"),
+    ):
+        if getattr(row, name) is None:
+            raise BrokenRuleError(name, f"must be given beside {other}", None)
+    _check_offsets(offsets, num_ids=len(ids), num_rows=row.response_length)
+    if rules.vocab_size is not None and max(ids, default=0) >= rules.vocab_size:
+        rule = f"must be less than vocab_size={rules.vocab_size}"
+        raise BrokenRuleError("rollout_top_p_token_ids", rule, max(ids))
+
+
+def _check_offsets(offsets: list[int], *, num_ids: int, num_rows: int) -> None:
+    name = "rollout_top_p_token_offsets"
+    if len(offsets) != num_rows + 1:
+        rule = f"must have one item more than response tokens, {num_rows + 1}"
+        raise BrokenRuleError(name, rule, f"{len(offsets)} items")
+    if offsets[0] != 0 or offsets[-1] != num_ids or sorted(offsets) != offsets:
+        raise BrokenRuleError(name, f"must rise from 0 to the number of ids, {num_ids}", offsets)
+
+
+def _reward_by_key(reward: object, key: str) -> float:
+    if not isinstance(reward, dict):
+        raise BrokenRuleError("reward", f"must be a dict that has --reward-key {key}", reward)
+    if key not in reward:
+        rule = f"must have --reward-key {key}"
+        raise BrokenRuleError(
+            "reward", rule, sorted(map(str, reward)), "name one of the keys there are"
+        )
+    value = plain(reward[key])
+    if not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
+        raise BrokenRuleError(f"reward.{key}", "must be a finite number", value)
+    return float(value)
+
+
+def _array(values: list[Any] | None, dtype: type) -> np.ndarray | None:
+    return None if values is None else np.array(values, dtype)
+
+
+def _text(value: object) -> str | None:
+    """Free fields may hold anything (a chat is a list of messages); as text they stay readable."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

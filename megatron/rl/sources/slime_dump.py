@@ -1,0 +1,109 @@
+"""slime's debug dumps, `--save-debug-rollout-data`: {"rollout_id": int, "samples": [dict]}.
+
+They are pickles, and a pickle can run any code of its writer's choice while it is read. So they are
+opened with torch's restricted unpickler, which builds tensors, numpy arrays and plain values only;
+everything else needs `--trust-pickle`. A place is the position in `samples`.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.rl.sources.cache import UnitCache
+from megatron.rl.sources.formats import Part
+from megatron.rl.sources.row import FIELDS, BadFileError, Row, row_from_record
+
+BYTES_PER_ITEM = 40
+"""What a Python number in a list takes, reference included; only the cache's budget uses it."""
+
+
+class SlimeDump:
+    """One dump, which is one rollout: read whole, because a pickle has no smaller unit."""
+
+    def __init__(self, path: str, cache: UnitCache, *, trust_pickle: bool) -> None:
+        self._path = path
+        self._cache = cache
+        self._trust_pickle = trust_pickle
+
+    def parts(self) -> list[Part]:
+        """The dump; how many samples it has is not known before it is read."""
+        return [Part(0, 1, os.path.getsize(self._path))]
+
+    def scan(self, part: Part) -> Iterator[tuple[int, Any]]:
+        """(position, sample) of every sample."""
+        yield from enumerate(self._samples(), part.start)
+
+    def decode(self, raw: object) -> Row:
+        """Convert one sample's dict."""
+        return row_from_record(raw)
+
+    def read(self, places: Sequence[int]) -> list[Any]:
+        """The samples at these positions."""
+        samples = self._samples()
+        return [samples[place] for place in places]
+
+    def _samples(self) -> list[Any]:
+        return self._cache.get(self._path, self._load, _num_bytes)
+
+    def _load(self) -> list[Any]:
+        dump = self._unpickle()
+        samples = dump.get("samples") if isinstance(dump, Mapping) else None
+        if not isinstance(samples, list):
+            rule = 'must be a slime dump, {"rollout_id", "samples": [dict]}'
+            raise BadFileError(
+                rule, type(dump).__name__, "give the file --save-debug-rollout-data made"
+            )
+        return [_known(sample) for sample in samples]
+
+    def _unpickle(self) -> Any:
+        import torch  # seconds, so not before a dump is read
+
+        try:
+            with torch.serialization.safe_globals(_numpy_globals()):
+                return torch.load(
+                    self._path, map_location="cpu", weights_only=not self._trust_pickle
+                )
+        except pickle.UnpicklingError as error:
+            raise BadFileError(
+                "must hold plain values only (it is a pickle, which could run code)",
+                _first_line(error),
+                "write the samples as JSONL, or pass --trust-pickle if you trust its writer",
+            ) from None
+        except Exception as error:  # a pickle's own code may raise anything
+            fix = "write the dump again with torch.save"
+            raise BadFileError("must be readable by torch.load", _first_line(error), fix) from None
+
+
+def _known(sample: object) -> object:
+    """The fields a row has: images, routing tables and the like are not kept in memory."""
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: sample[name] for name in FIELDS if name in sample}
+
+
+def _num_bytes(samples: list[Any]) -> int:
+    rows = (sample.values() for sample in samples if isinstance(sample, Mapping))
+    return BYTES_PER_ITEM * sum(len(v) for row in rows for v in row if hasattr(v, "__len__"))
+
+
+def _numpy_globals() -> list[Any]:
+    """What numpy's arrays and numbers are rebuilt with; it creates data and runs nothing else."""
+    scalar_types = (np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8)
+    scalar_types += (np.uint8, np.uint16, np.uint32, np.uint64, np.bool_)
+    rebuild = np._core.multiarray
+    named = [
+        (getattr(rebuild, function), f"numpy.{package}.multiarray.{function}")
+        for package in ("core", "_core")
+        for function in ("_reconstruct", "scalar")
+    ]
+    return [*named, np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in scalar_types)]
+
+
+def _first_line(error: Exception) -> str:
+    """torch explains a refusal on many lines; the one that names the culprit is enough."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "GLOBAL" in line]
+    return (named or lines or [type(error).__name__])[0]
