@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-CACHE_BYTES = 1 << 30
+CACHE_BYTES = 512 << 20
 
 T = TypeVar("T")
 

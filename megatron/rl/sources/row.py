@@ -122,7 +122,8 @@ def row_from_json(line: bytes) -> Row:
         raise _fault(error, lambda: json.loads(line)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(line, error) from None
-    if any(line.count(key) > 1 for key in _KEYS):
+    names = [piece for piece in line.split(b'"') if piece in _NAMES]
+    if len(names) > len(set(names)):
         _refuse_repeated_fields(line)
     return row
 
@@ -150,7 +151,7 @@ def plain(value: Any) -> Any:
 
 
 _JSON_ROW = msgspec.json.Decoder(Row)
-_KEYS = tuple(f'"{name}"'.encode() for name in FIELDS)
+_NAMES = frozenset(name.encode() for name in FIELDS)
 _MESSAGE = re.compile(r"(?P<rule>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 
 

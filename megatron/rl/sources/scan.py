@@ -113,7 +113,8 @@ def scan_tasks(tasks: Sequence[Task], num_workers: int) -> Iterator[tuple[Task, 
     finally:
         for worker in workers:
             worker.kill()
-            worker.communicate()
+            with worker:  # closes its pipes and waits for its end
+                pass
 
 
 def serve() -> None:
