@@ -50,6 +50,22 @@ def plan_micro_batches(
     return _deal(packs, lengths, dp_size)
 
 
+def steps_of(num_samples: int, global_batch_size: int) -> list[list[int]]:
+    """Cut a rollout into optimizer steps: consecutive positions, the remainder a step of its own.
+
+    Args:
+        num_samples: Samples of the rollout.
+        global_batch_size: Samples of a step.
+
+    Returns:
+        The positions of each step.
+    """
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be positive: {global_batch_size=}")
+    starts = range(0, num_samples, global_batch_size)
+    return [list(range(i, min(i + global_batch_size, num_samples))) for i in starts]
+
+
 def _packs_by_tokens(lengths: Sequence[int], max_tokens: int, round_size: int) -> list[Pack]:
     """As few packs as best-fit needs, evenly filled where that fits the budget too."""
     tight = _best_fit(lengths, max_tokens)

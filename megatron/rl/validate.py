@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.rl.samples import BadRowsError, RowRules
-from megatron.rl.sources.files import ReadOptions, check_rollouts
+from megatron.rl.sources import ReadOptions, check_rollouts
 
 EXIT_GOOD = 0
 EXIT_BAD = 2

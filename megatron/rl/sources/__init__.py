@@ -1,6 +1,6 @@
 """Where samples come from. So far: files."""
 
-from megatron.rl.sources.file_source import FileSource, steps_of
-from megatron.rl.sources.files import ReadOptions, RolloutFiles, check_rollouts
+from megatron.rl.sources.check import ReadOptions, check_rollouts
+from megatron.rl.sources.files import FileSource, RolloutFiles
 
-__all__ = ["FileSource", "ReadOptions", "RolloutFiles", "check_rollouts", "steps_of"]
+__all__ = ["FileSource", "ReadOptions", "RolloutFiles", "check_rollouts"]

@@ -1,59 +1,22 @@
-"""Rollouts in files: every row is checked once, then any row can be read.
+"""Checked files of rollouts: random access to their rows, and the order a run reads them in.
 
-The pass runs on one rank. Its result is small and picklable, so the others receive it instead of
-repeating it, and each reads the rows it trains on.
+A run's place in its data is one number: rollout k is a pure function of the files, the seed and k.
 """
 
 import hashlib
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron.rl.samples import BadRowsError, RowRules, Sample
-from megatron.rl.sources.bad_rows import BadRowLog
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import RowFile, open_rows
-from megatron.rl.sources.index import (
-    ROW_DTYPE,
-    number_groups,
-    number_rows,
-    repeated_error,
-    repeated_rows,
-)
-from megatron.rl.sources.paths import expand_paths
 from megatron.rl.sources.row import BadFileError, BrokenRuleError
 from megatron.rl.sources.rules import check_row, make_sample
-from megatron.rl.sources.scan import BadRow, Task, error_of, scan_tasks
+from megatron.rl.sources.scan import error_of
 from megatron.rl.sources.summary import RolloutSummary
-
-BYTES_PER_WORKER = 32 << 20
-"""Below this a process of its own costs more than it saves."""
-MAX_WORKERS = 8
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How files are read, as opposed to what their rows must be."""
-
-    bad_rows: Literal["error", "skip"] = "error"
-    """skip: count bad rows, write them aside and go on; a bad file is an error all the same."""
-    bad_rows_path: str | None = None
-    """Where skipped rows are written (None: nowhere)."""
-    trust_pickle: bool = False
-    """Let slime's dumps run code while they are read."""
-    num_workers: int | None = None
-    """Processes that check rows (None: by the size of the files, at most one per core)."""
-    keep_errors: int = 1000
-    """How many errors are kept with their details; all are counted."""
 
 
 class RolloutFiles:
@@ -95,6 +58,11 @@ class RolloutFiles:
     def summary(self) -> RolloutSummary:
         """The figures a user looks at first."""
         return RolloutSummary.of(self.rows, len(self.paths), self.num_bad_rows)
+
+    @property
+    def largest_group(self) -> int:
+        """Samples of the largest group."""
+        return int(np.bincount(self.rows["group"]).max())
 
     @property
     def fingerprint(self) -> str:
@@ -143,137 +111,117 @@ class RolloutFiles:
         )
 
 
-def check_rollouts(
-    paths: Sequence[str],
-    rules: RowRules,
-    options: ReadOptions | None = None,
-    *,
-    progress: Progress | None = None,
-) -> RolloutFiles:
-    """Check every row of every file, once, in bounded memory.
+class FileSource:
+    """Cuts checked files into rollouts of whole prompt groups, epoch after epoch.
+
+    Every epoch holds each group once. Its last rollout takes what is left, so none is dropped.
 
     Args:
-        paths: Files, globs and folders.
-        rules: What the run demands of a row.
-        options: How to read.
-        progress: Told how far the pass is; by default a bar on a terminal, nothing in a log file.
-
-    Returns:
-        The files, ready to be read.
-
-    Raises:
-        BadRowsError: A file cannot be used, a row is bad (unless skipped), or nothing is left.
+        files: The checked files.
+        rollout_batch_size: Groups (prompts) of a rollout; None makes an epoch one rollout.
+        num_epochs: How often the files are gone through.
+        seed: Decides the order of the groups, together with the epoch.
+        shuffle: False keeps the order of the files.
+        n_samples_per_prompt: The size groups should have; others are reported, not refused.
     """
-    options = options or ReadOptions()
-    skip = options.bad_rows == "skip"
-    aside = options.bad_rows_path if skip else None
-    bad = BadRowLog(options.keep_errors, aside, trust_pickle=options.trust_pickle)
-    usable = False
-    try:
-        files, path_errors = expand_paths(paths)
-        for error in path_errors:
-            bad.add(BadRow(error, -1))
-        rows = _scan(files, rules, options, bad, progress)
-        rows = _without_repeated(number_rows(rows), files, bad)
-        usable = not bad.num_files and len(rows) > 0 and (skip or not bad.num_rows)
-        if not usable:
-            bad.raise_all()
-    finally:
-        bad.close(keep_aside=usable)
-    return RolloutFiles(
-        files,
-        number_groups(rows),
-        rules,
-        num_bad_rows=bad.num_rows,
-        trust_pickle=options.trust_pickle,
-    )
 
+    def __init__(
+        self,
+        files: RolloutFiles,
+        *,
+        rollout_batch_size: int | None = None,
+        num_epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        n_samples_per_prompt: int | None = None,
+    ) -> None:
+        for name, value in (("rollout_batch_size", rollout_batch_size), ("num_epochs", num_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive: {name}={value}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative: seed={seed}")
+        self.files = files
+        self._num_epochs = num_epochs
+        self._seed = seed
+        self._shuffle = shuffle
+        self._n_samples_per_prompt = n_samples_per_prompt
+        groups = files.rows["group"]
+        self._members = np.argsort(groups, kind="stable")  # rows, group by group
+        self._sizes = np.bincount(groups)
+        self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
+        self._rollout_groups = min(rollout_batch_size or self.num_groups, self.num_groups)
 
-def _scan(
-    files: Sequence[str],
-    rules: RowRules,
-    options: ReadOptions,
-    bad: BadRowLog,
-    progress: Progress | None,
-) -> np.ndarray:
-    """The index of all good rows, lines counted in their files."""
-    tasks, sizes = _tasks(files, rules, options, bad)
-    total = sum(task.part.num_bytes for task in tasks)
-    found = [np.empty(0, ROW_DTYPE)]
-    lines: dict[int, int] = defaultdict(int)  # of each file, before the current part
-    done = 0
-    with _reporting(progress) as report:
-        for task, batch in scan_tasks(tasks, _num_workers(options, total, len(tasks))):
-            batch.entries["line"] += lines[task.file]
-            found.append(batch.entries)
-            for row in batch.bad_rows:
-                bad.add(_moved(row, lines[task.file]))
-            report(done + int(batch.fraction * task.part.num_bytes), total)
-            if batch.last:
-                lines[task.file] += batch.num_lines
-                done += task.part.num_bytes
-    for path, size in sizes.items():
-        if os.path.getsize(path) != size:
-            fault = BadFileError(
-                "must not change while it is read", "changed", "let its writer end"
-            )
-            bad.add(BadRow(error_of(fault, path, 0), -1))
-    return np.concatenate(found)
+    @property
+    def num_groups(self) -> int:
+        """Prompts in the files."""
+        return len(self._sizes)
 
+    @property
+    def rollouts_per_epoch(self) -> int:
+        """Rollouts of one epoch, the last one smaller where the groups do not divide."""
+        return -(-self.num_groups // self._rollout_groups)
 
-def _tasks(
-    files: Sequence[str], rules: RowRules, options: ReadOptions, bad: BadRowLog
-) -> tuple[list[Task], dict[str, int]]:
-    """The parts of every usable file, and the files' sizes."""
-    tasks: list[Task] = []
-    sizes: dict[str, int] = {}
-    for file, path in enumerate(files):
-        try:
-            parts = open_rows(path, UnitCache(), trust_pickle=options.trust_pickle).parts()
-            sizes[path] = os.path.getsize(path)
-        except BadFileError as fault:
-            bad.add(BadRow(error_of(fault, path, 0), -1))
-            continue
-        tasks += [Task(file, path, part, rules, options.trust_pickle) for part in parts]
-    return tasks, sizes
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of all epochs."""
+        return self._num_epochs * self.rollouts_per_epoch
 
+    def epoch_of(self, k: int) -> int:
+        """The epoch, from 0, that rollout k belongs to."""
+        return k // self.rollouts_per_epoch
 
-def _moved(bad: BadRow, lines: int) -> BadRow:
-    """Count the line in the file, not in its part."""
-    if not bad.error.line:
-        return bad
-    return replace(bad, error=replace(bad.error, line=bad.error.line + lines))
+    def rollout_sizes(self) -> list[int]:
+        """Samples of each rollout, known before the first is read."""
+        sizes: list[int] = []
+        for epoch in range(self._num_epochs):
+            by_order = self._sizes[self._order(epoch)]
+            starts = np.arange(0, self.num_groups, self._rollout_groups)
+            sizes += np.add.reduceat(by_order, starts).tolist()
+        return sizes
 
+    def rollout_rows(self, k: int) -> np.ndarray:
+        """The rows of rollout k, positions in `files.rows`, int64 [n], group after group.
 
-def _without_repeated(rows: np.ndarray, files: Sequence[str], bad: BadRowLog) -> np.ndarray:
-    """Refuse a row whose index an earlier row of its file has."""
-    first_lines = repeated_rows(rows)
-    for position in np.flatnonzero(first_lines):
-        row, path = rows[position], files[rows["file"][position]]
-        error = repeated_error(path, row, int(first_lines[position]))
-        bad.add(BadRow(error, int(row["place"])))
-    return rows[first_lines == 0]
+        The index has their lengths, rewards and groups; a rank reads only the rows it trains on.
+        """
+        if not 0 <= k < self.num_rollouts:
+            raise ValueError(f"k must be in [0, {self.num_rollouts}): k={k}")
+        epoch, part = divmod(k, self.rollouts_per_epoch)
+        first = part * self._rollout_groups
+        groups = self._order(epoch)[first : first + self._rollout_groups]
+        spans = [self._members[self._starts[g] : self._starts[g + 1]] for g in groups]
+        return np.concatenate(spans)
 
+    def rollout(self, k: int) -> list[Sample]:
+        """The samples of rollout k, group after group."""
+        return self.files.read(self.rollout_rows(k))
 
-def _num_workers(options: ReadOptions, num_bytes: int, num_tasks: int) -> int:
-    if options.num_workers is not None:
-        return min(options.num_workers, num_tasks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(num_bytes // BYTES_PER_WORKER, num_tasks, cores or 1, MAX_WORKERS)
+    def describe(self) -> str:
+        """The files' figures and how they are cut, for the start of a run."""
+        lines = [
+            str(self.files.summary),
+            f"{'epochs':<18}{self._num_epochs} of {self.rollouts_per_epoch} rollouts,"
+            f" {self._rollout_groups} groups each{self._remainder()}",
+        ]
+        wanted = self._n_samples_per_prompt
+        if wanted is not None and (others := int((self._sizes != wanted).sum())):
+            lines.append(f"{'other sizes':<18}{others} groups have not {wanted} samples")
+        return "\n".join(lines)
 
+    def _remainder(self) -> str:
+        rest = self.num_groups % self._rollout_groups
+        return f" (the last one {rest})" if rest else ""
 
-@contextmanager
-def _reporting(progress: Progress | None) -> Iterator[Progress]:
-    if progress is not None:
-        yield progress
-        return
-    with tqdm(desc="checking rollouts", unit="B", unit_scale=True, disable=None, delay=1) as bar:
+    def _order(self, epoch: int) -> np.ndarray:
+        """The groups in the order of one epoch.
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
+        Sorts raw 64-bit draws: numpy keeps a bit generator's stream for good, `permutation`'s it
+        may change, and a resumed run must go on in the same order.
+        """
+        if not self._shuffle:
+            return np.arange(self.num_groups)
+        draws = np.random.PCG64([self._seed, epoch]).random_raw(self.num_groups)
+        return np.argsort(draws, kind="stable")
 
 
 def _changed(path: str, line: int, found: object) -> BadRowsError:

@@ -1,0 +1,187 @@
+"""The one pass over every row of every file, before anything is trained.
+
+One rank runs it. What it returns is small and picklable: the others receive it instead of repeating
+it, and each reads the rows it trains on.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron.rl.samples import RowRules
+from megatron.rl.sources.bad_rows import BadRowLog
+from megatron.rl.sources.cache import UnitCache
+from megatron.rl.sources.files import RolloutFiles
+from megatron.rl.sources.formats import open_rows
+from megatron.rl.sources.index import (
+    ROW_DTYPE,
+    number_groups,
+    number_rows,
+    repeated_error,
+    repeated_rows,
+)
+from megatron.rl.sources.paths import expand_paths
+from megatron.rl.sources.row import BadFileError
+from megatron.rl.sources.scan import BadRow, Task, error_of, scan_tasks
+
+BYTES_PER_WORKER = 32 << 20
+"""Below this a process of its own costs more than it saves."""
+MAX_WORKERS = 8
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read, as opposed to what their rows must be."""
+
+    bad_rows: Literal["error", "skip"] = "error"
+    """skip: count bad rows, write them aside and go on; a bad file is an error all the same."""
+    bad_rows_path: str | None = None
+    """Where skipped rows are written (None: nowhere)."""
+    trust_pickle: bool = False
+    """Let slime's dumps run code while they are read."""
+    num_workers: int | None = None
+    """Processes that check rows (None: by the size of the files, at most one per core)."""
+    keep_errors: int = 1000
+    """How many errors are kept with their details; all are counted."""
+
+
+def check_rollouts(
+    paths: Sequence[str],
+    rules: RowRules,
+    options: ReadOptions | None = None,
+    *,
+    progress: Progress | None = None,
+) -> RolloutFiles:
+    """Check every row of every file, once, in bounded memory.
+
+    Args:
+        paths: Files, globs and folders.
+        rules: What the run demands of a row.
+        options: How to read.
+        progress: Told how far the pass is; by default a bar on a terminal, nothing in a log file.
+
+    Returns:
+        The files, ready to be read.
+
+    Raises:
+        BadRowsError: A file cannot be used, a row is bad (unless skipped), or nothing is left.
+    """
+    options = options or ReadOptions()
+    skip = options.bad_rows == "skip"
+    aside = options.bad_rows_path if skip else None
+    bad = BadRowLog(options.keep_errors, aside, trust_pickle=options.trust_pickle)
+    usable = False
+    try:
+        files, path_errors = expand_paths(paths)
+        for error in path_errors:
+            bad.add(BadRow(error, -1))
+        rows = _scan(files, rules, options, bad, progress)
+        rows = _without_repeated(number_rows(rows), files, bad)
+        usable = not bad.num_files and len(rows) > 0 and (skip or not bad.num_rows)
+        if not usable:
+            bad.raise_all()
+    finally:
+        bad.close(keep_aside=usable)
+    return RolloutFiles(
+        files,
+        number_groups(rows),
+        rules,
+        num_bad_rows=bad.num_rows,
+        trust_pickle=options.trust_pickle,
+    )
+
+
+def _scan(
+    files: Sequence[str],
+    rules: RowRules,
+    options: ReadOptions,
+    bad: BadRowLog,
+    progress: Progress | None,
+) -> np.ndarray:
+    """The index of all good rows, lines counted in their files."""
+    tasks, sizes = _tasks(files, rules, options, bad)
+    total = sum(task.part.num_bytes for task in tasks)
+    found = [np.empty(0, ROW_DTYPE)]
+    lines: dict[int, int] = defaultdict(int)  # of each file, before the current part
+    done = 0
+    with _reporting(progress) as report:
+        for task, batch in scan_tasks(tasks, _num_workers(options, total, len(tasks))):
+            batch.entries["line"] += lines[task.file]
+            found.append(batch.entries)
+            for row in batch.bad_rows:
+                bad.add(_moved(row, lines[task.file]))
+            report(done + int(batch.fraction * task.part.num_bytes), total)
+            if batch.last:
+                lines[task.file] += batch.num_lines
+                done += task.part.num_bytes
+    for path, size in sizes.items():
+        if not os.path.exists(path) or os.path.getsize(path) != size:
+            fault = BadFileError(
+                "must not change while it is read", "changed", "let its writer end"
+            )
+            bad.add(BadRow(error_of(fault, path, 0), -1))
+    return np.concatenate(found)
+
+
+def _tasks(
+    files: Sequence[str], rules: RowRules, options: ReadOptions, bad: BadRowLog
+) -> tuple[list[Task], dict[str, int]]:
+    """The parts of every usable file, and the files' sizes."""
+    tasks: list[Task] = []
+    sizes: dict[str, int] = {}
+    for file, path in enumerate(files):
+        try:
+            parts = open_rows(path, UnitCache(), trust_pickle=options.trust_pickle).parts()
+            sizes[path] = os.path.getsize(path)
+        except BadFileError as fault:
+            bad.add(BadRow(error_of(fault, path, 0), -1))
+            continue
+        tasks += [Task(file, path, part, rules, options.trust_pickle) for part in parts]
+    return tasks, sizes
+
+
+def _moved(bad: BadRow, lines: int) -> BadRow:
+    """Count the line in the file, not in its part."""
+    if not bad.error.line:
+        return bad
+    return replace(bad, error=replace(bad.error, line=bad.error.line + lines))
+
+
+def _without_repeated(rows: np.ndarray, files: Sequence[str], bad: BadRowLog) -> np.ndarray:
+    """Refuse a row whose index an earlier row of its file has."""
+    first_lines = repeated_rows(rows)
+    for position in np.flatnonzero(first_lines):
+        row, path = rows[position], files[rows["file"][position]]
+        error = repeated_error(path, row, int(first_lines[position]))
+        bad.add(BadRow(error, int(row["place"])))
+    return rows[first_lines == 0]
+
+
+def _num_workers(options: ReadOptions, num_bytes: int, num_tasks: int) -> int:
+    if options.num_workers is not None:
+        return min(options.num_workers, num_tasks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(num_bytes // BYTES_PER_WORKER, num_tasks, cores or 1, MAX_WORKERS)
+
+
+@contextmanager
+def _reporting(progress: Progress | None) -> Iterator[Progress]:
+    if progress is not None:
+        yield progress
+        return
+    with tqdm(desc="checking rollouts", unit="B", unit_scale=True, disable=None, delay=1) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
