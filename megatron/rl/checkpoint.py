@@ -1,0 +1,343 @@
+"""Checkpoints through megatron-core's distributed checkpointing, in Megatron's directory layout.
+
+    DIR/latest_checkpointed_iteration.txt    the newest complete step, written last and atomically
+    DIR/iter_0000020/                        one step: torch_dist shards, common.pt, config.yaml
+
+A directory is written under another name and renamed when all ranks are done, so `iter_*` is
+always complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron.rl.config import RunConfig
+from megatron.rl.initialize import Grid
+from megatron.rl.step import Trainee
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "config.yaml"
+OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "gated_linear_unit",
+    "num_moe_experts",
+)
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used; the message says what does not fit."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come; all that a resumed run must know besides its tensors.
+
+    Args:
+        step: optimizer steps taken (skipped ones included).
+        rollout: rollout in training, from 0: the position in the data.
+        step_in_rollout: steps taken within it.
+        consumed_samples: samples trained on.
+        skipped_steps: steps whose loss or gradient was not finite.
+    """
+
+    step: int = 0
+    rollout: int = 0
+    step_in_rollout: int = 0
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gave.
+
+    Args:
+        progress: where to go on.
+        old_log_probs: of the rollout in training, by position; empty between rollouts.
+    """
+
+    progress: Progress
+    old_log_probs: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpointer:
+    """Saves and loads one run.
+
+    Args:
+        config: the run.
+        grid: this rank; every method is called by all ranks together.
+        trainee: model and optimizer.
+        scheduler: learning rate and weight decay.
+    """
+
+    config: RunConfig
+    grid: Grid
+    trainee: Trainee
+    scheduler: OptimizerParamScheduler
+
+    def save(self, progress: Progress, old_log_probs: Mapping[int, Tensor]) -> Path:
+        """Write a checkpoint, point the tracker at it, delete the one that need not stay."""
+        root = Path(self.config.checkpoint.save)
+        final = root / f"iter_{progress.step:07d}"
+        partial = root / f"{final.name}.partial"
+        if self.grid.is_writer:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state = self._state(
+            is_loading=False, with_rng=not self.config.checkpoint.no_save_rng
+        )
+        state["contents"] = sorted(state)
+        state["progress"] = asdict(progress)
+        state["architecture"] = self._architecture()
+        state["topology"] = self._topology()
+        state["old_log_probs"] = self._everyones(old_log_probs)
+        dist_checkpointing.save(state, str(partial), content_metadata=OPTIMIZER_METADATA)
+        dist.barrier()
+        if self.grid.is_writer:
+            (partial / CONFIG).write_text(self.config.to_yaml())
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            previous = read_tracker(root)
+            write_tracker(root, progress.step)
+            self._retire(root, previous, progress.step)
+        dist.barrier()
+        return final
+
+    def load(self) -> Restored | None:
+        """Load the newest complete checkpoint of `--load`; None where there is none.
+
+        Raises:
+            CheckpointError: naming every architecture field that differs, or every tensor that
+                is missing or unexpected.
+        """
+        directory = self._newest()
+        if directory is None:
+            return None
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        self._check_architecture(common, directory)
+        state = self._load_state(directory, common)
+        flags = self.config.checkpoint
+        for name, chunk in self._named_chunks.items():
+            chunk.load_state_dict(state[name], strict=True)
+        if self._with_optimizer:
+            self.trainee.optimizer.load_state_dict(state["optimizer"])
+            self._load_scheduler(state["scheduler"])
+        else:
+            self.trainee.optimizer.reload_model_params()
+        if "rng" in state:
+            restore_rng(state["rng"])
+        if flags.finetune:
+            return Restored(Progress(), {})
+        return Restored(Progress(**common["progress"]), common["old_log_probs"])
+
+    @property
+    def _with_optimizer(self) -> bool:
+        return not (self.config.checkpoint.finetune or self.config.checkpoint.no_load_optim)
+
+    def _state(self, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+        """The sharded state dict to write, or the one that says what to read."""
+        flags = self.config.checkpoint
+        state = self._model_state()
+        if (self._with_optimizer if is_loading else not flags.no_save_optim):
+            state["optimizer"] = self.trainee.optimizer.sharded_state_dict(
+                self._model_state(), is_loading, metadata=OPTIMIZER_METADATA
+            )
+            state["scheduler"] = self.scheduler.state_dict()
+        if with_rng:
+            state["rng"] = self._rng_state()
+        return state
+
+    def _model_state(self) -> dict[str, Any]:
+        return {
+            name: chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA)
+            for name, chunk in self._named_chunks.items()
+        }
+
+    @property
+    def _named_chunks(self) -> dict[str, MegatronModule]:
+        chunks = self.trainee.chunks
+        names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+        return dict(zip(names, chunks, strict=True))
+
+    def _load_state(self, directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+        if self._with_optimizer and "optimizer" not in common["contents"]:
+            raise CheckpointError(
+                f"{directory} has no optimizer state (saved with --no-save-optim); "
+                "fix: --no-load-optim"
+            )
+        with_rng = self._rng_fits(common)
+        whole = self._with_optimizer and (with_rng or "rng" not in common["contents"])
+        try:
+            return dist_checkpointing.load(
+                self._state(is_loading=True, with_rng=with_rng),
+                str(directory),
+                strict=StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED,
+            )
+        except Exception as error:
+            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+
+    def _rng_fits(self, common: Mapping[str, Any]) -> bool:
+        """Generators belong to ranks: they are restored where the ranks are the same."""
+        saved, here = common["topology"], self._topology()
+        flags = self.config.checkpoint
+        if "rng" not in common["contents"] or flags.no_load_rng or flags.finetune:
+            return False
+        if saved != here and self.grid.is_writer:
+            logger.warning(
+                "random number generators start anew: the checkpoint has the layout %s, "
+                "this run %s",
+                saved,
+                here,
+            )
+        return saved == here
+
+    def _load_scheduler(self, state: dict[str, Any]) -> None:
+        try:
+            self.scheduler.load_state_dict(state)
+        except AssertionError as error:
+            raise CheckpointError(
+                f"the learning rate schedule of the checkpoint differs from the flags ({error}); "
+                "fix: --override-opt-param-scheduler takes the flags', "
+                "--use-checkpoint-opt-param-scheduler the checkpoint's"
+            ) from error
+
+    def _architecture(self) -> dict[str, Any]:
+        values = {name: getattr(self.config.transformer, name) for name in ARCHITECTURE}
+        values["vocab_size"] = self.config.model.vocab_size
+        values["tied"] = not self.config.model.untie_embeddings_and_output_weights
+        return values
+
+    def _check_architecture(self, common: Mapping[str, Any], directory: Path) -> None:
+        saved, here = common["architecture"], self._architecture()
+        differences = [
+            f"{name}: checkpoint {saved.get(name)}, this run {value}"
+            for name, value in here.items()
+            if saved.get(name) != value
+        ]
+        if differences:
+            raise CheckpointError(f"{directory} does not fit this run: " + "; ".join(differences))
+
+    def _topology(self) -> dict[str, int]:
+        layout = self.config.layout
+        return {
+            "tp": layout.tensor_parallel,
+            "pp": layout.pipeline_parallel,
+            "cp": layout.context_parallel,
+            "dp": layout.data_parallel,
+        }
+
+    def _rng_state(self) -> ShardedObject:
+        world = self.grid.world
+        return ShardedObject(
+            "rng", rng_state(), (world.world_size,), (world.rank,), replica_id=0
+        )
+
+    def _everyones(self, old_log_probs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Old log-probs of every data-parallel rank's samples; the same on all ranks."""
+        mine = {position: values.cpu() for position, values in old_log_probs.items()}
+        parts: list[Any] = [None] * self.grid.world.world_size
+        dist.all_gather_object(parts, mine)
+        return {position: part[position] for part in parts for position in sorted(part)}
+
+    def _newest(self) -> Path | None:
+        """Rank 0's answer, so that all ranks load the same."""
+        found = [_newest_complete(Path(self.config.checkpoint.load)) if self.grid.is_writer else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _retire(self, root: Path, previous: int | None, step: int) -> None:
+        keep = self.config.checkpoint.save_retain_interval
+        if keep and previous is not None and previous != step and previous % keep:
+            shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
+
+
+def read_tracker(root: Path) -> int | None:
+    """The step that the tracker of a checkpoint directory names, if it has one."""
+    try:
+        return int((root / TRACKER).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write_tracker(root: Path, step: int) -> None:
+    """Point the tracker at a complete checkpoint, atomically and durably."""
+    temporary = root / f"{TRACKER}.partial"
+    with temporary.open("w") as file:
+        file.write(str(step))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / TRACKER)
+
+
+def _newest_complete(root: Path) -> Path | None:
+    """The tracker's checkpoint; where that one is broken, the newest complete one."""
+    step = read_tracker(root)
+    named = None if step is None else root / f"iter_{step:07d}"
+    if named is not None and dist_checkpointing.check_is_distributed_checkpoint(str(named)):
+        return named
+    complete = [
+        path
+        for path in sorted(root.glob("iter_*[0-9]"))
+        if dist_checkpointing.check_is_distributed_checkpoint(str(path))
+    ]
+    newest = complete[-1] if complete else None
+    if named is not None:
+        logger.warning("checkpoint %s is missing or incomplete; loading %s", named, newest)
+    return newest
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 -- megatron-core draws from it
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put every generator of this process back."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 -- megatron-core draws from it
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

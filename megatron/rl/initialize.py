@@ -1,0 +1,162 @@
+"""Process groups, device, seeds and timeouts of a run; the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.rl import cpu_backend
+from megatron.rl.config import RunConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the processes of the job.
+
+    Args:
+        rank: rank in the job.
+        local_rank: rank on this machine.
+        world_size: ranks of the job.
+        launched: whether a launcher (torchrun, srun) started this process; without one the job is
+            this single process.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    launched: bool = False
+
+
+def read_world() -> World:
+    """Read what torchrun, or srun with the same variables, tells this process.
+
+    Raises:
+        ValueError: WORLD_SIZE is set without the other variables of a launcher.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return World()
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ValueError(f"a launcher must set {', '.join(needed)}: missing {', '.join(missing)}")
+    rank, local_rank, world_size = (int(os.environ[name]) for name in needed[:3])
+    return World(rank, local_rank, world_size, launched=True)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The process groups of this rank and its place in them.
+
+    Args:
+        world: this process in the job.
+        groups: megatron-core's groups (tp, pp, cp, dp, dp_cp, mp, ...).
+        device: where this rank computes.
+    """
+
+    world: World
+    groups: ProcessGroupCollection
+    device: torch.device
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the console, TensorBoard and metrics.jsonl."""
+        return self.world.rank == 0
+
+    @cached_property
+    def dp_rank(self) -> int:
+        """Rank among the replicas of the model."""
+        return self.groups.dp.rank()
+
+    @cached_property
+    def dp_size(self) -> int:
+        """Number of replicas of the model."""
+        return self.groups.dp.size()
+
+    @cached_property
+    def cp_rank(self) -> int:
+        """Rank among those that share a sequence."""
+        return self.groups.cp.rank()
+
+    @cached_property
+    def cp_size(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.groups.cp.size()
+
+    @cached_property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.groups.pp.size()
+
+    @cached_property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, and so the head and the loss."""
+        return self.groups.pp.rank() == self.pp_size - 1
+
+
+@contextmanager
+def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
+    """Device, process groups and seeds for the time of a run.
+
+    Every collective of every group is bounded by `--distributed-timeout-minutes`. After an error
+    the groups are left to the process's end: to destroy them would wait for ranks that are gone.
+    """
+    device = _device(config, world)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world.launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    with process_grid(config, world, device) as grid:
+        yield grid
+    dist.destroy_process_group()
+
+
+@contextmanager
+def process_grid(config: RunConfig, world: World, device: torch.device) -> Iterator[Grid]:
+    """megatron-core's groups for the parallel sizes of the flags, within a running job."""
+    transformer = config.transformer
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+        pipeline_model_parallel_size=transformer.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=transformer.virtual_pipeline_model_parallel_size,
+        context_parallel_size=transformer.context_parallel_size,
+        expert_model_parallel_size=transformer.expert_model_parallel_size,
+        expert_tensor_parallel_size=transformer.expert_tensor_parallel_size,
+        distributed_timeout_minutes=config.runtime.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    _seed(config.runtime.seed, groups)
+    yield Grid(world, groups, device)
+    parallel_state.destroy_model_parallel()
+
+
+def _device(config: RunConfig, world: World) -> torch.device:
+    if config.device_type == "cpu":
+        cpu_backend.install()
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def _seed(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seed every generator; pipeline stages differ, as in Megatron, so that layers do."""
+    stage_seed = seed + 100 * groups.pp.rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)  # noqa: NPY002 -- megatron-core draws from the legacy generator
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)

@@ -1,0 +1,173 @@
+"""megatron-core's GPTModel with the RL head in place of the output layer and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from megatron.rl.attention import PackedAttention, PackedRows
+from megatron.rl.config import RunConfig
+from megatron.rl.initialize import Grid
+from megatron.rl.norm import SequenceParallelNorm
+from megatron.rl.rotary import Llama3Scaling, Rotary
+from slime_loss import RLHead
+
+
+class RLModel(GPTModel):
+    """GPTModel whose last stage hands hidden states and head weight to an output processor.
+
+    Cores from 0.18 on have this hook; the names are theirs, so an upgrade deletes this override.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedRows,
+        output_processor: Callable[..., Any],
+        output_processor_context: Any = None,
+    ) -> Any:
+        """Run this stage's layers.
+
+        Args:
+            input_ids: [b, s] int64 (thd: b = 1 and s = this rank's rows).
+            position_ids: [b, s] int64.
+            attention_mask: None; attention reads `packed_seq_params`.
+            packed_seq_params: which pack row each local row holds.
+            output_processor: called on the last stage with `hidden_states` [s, b, H] (s divided
+                over tp under sequence parallelism), `output_weight` [V/tp, H] and `context`.
+            output_processor_context: handed through.
+
+        Returns:
+            Hidden states [s, b, H] on every stage but the last; there, what the processor returns.
+        """
+        decoder_input, *_ = self._preprocess(
+            input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params
+        )
+        hidden_states = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
+        if not self.post_process:
+            return hidden_states
+        return output_processor(
+            hidden_states=hidden_states,
+            output_weight=self.shared_embedding_or_output_weight(),
+            context=output_processor_context,
+        )
+
+
+def rotary_of(config: RunConfig) -> Rotary:
+    """The rotary embedding that the flags describe."""
+    model = config.model
+    scaling = None
+    if model.use_rope_scaling:
+        scaling = Llama3Scaling(
+            model.rope_scaling_factor,
+            model.rope_low_freq_factor,
+            model.rope_high_freq_factor,
+            model.rope_original_max_position_embeddings,
+        )
+    head_dim = config.transformer.kv_channels
+    return Rotary(head_dim, model.rotary_base, model.rotary_percent, scaling)
+
+
+def build_head(config: RunConfig, groups: ProcessGroupCollection) -> RLHead:
+    """The loss as a model head; it has no parameter of its own."""
+    return RLHead(
+        config.head,
+        config.loss,
+        vocab_size=config.model.vocab_size,
+        tp_group=groups.tp if groups.tp.size() > 1 else None,
+        cp_group=groups.cp if groups.cp.size() > 1 else None,
+        sequence_parallel=config.transformer.sequence_parallel,
+    )
+
+
+def build_model(config: RunConfig, grid: Grid) -> list[MegatronModule]:
+    """This rank's model chunks (one, or one per virtual stage), on its device, not yet wrapped."""
+    chunks = config.transformer.virtual_pipeline_model_parallel_size
+    stages = [None] if chunks is None else range(chunks)
+    return [_build_chunk(config, grid, stage).to(grid.device) for stage in stages]
+
+
+def wrap_model(config: RunConfig, chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """Wrap chunks for training: 16-bit parameters where asked for, gradient buffers, overlap."""
+    transformer = config.transformer
+    if transformer.bf16 or transformer.fp16:
+        chunks = [Float16Module(transformer, chunk) for chunk in chunks]
+    return [
+        DistributedDataParallel(
+            config=transformer,
+            ddp_config=config.ddp,
+            module=chunk,
+            # later chunks finish their backward first: their buckets would wait for nothing
+            disable_bucketing=position > 0,
+        )
+        for position, chunk in enumerate(chunks)
+    ]
+
+
+def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel:
+    stage, last = grid.groups.pp.rank(), grid.pp_size - 1
+    chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
+    return RLModel(
+        config=config.transformer,
+        transformer_layer_spec=_block_spec(config, grid, vp_stage),
+        vocab_size=config.layout.padded_vocab_size,
+        max_sequence_length=config.model.max_position_embeddings or 0,
+        pre_process=stage == 0 and vp_stage in (None, 0),
+        post_process=stage == last and vp_stage in (None, chunks - 1),
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        position_embedding_type="none",
+        pg_collection=grid.groups,
+        vp_stage=vp_stage,
+    )
+
+
+def _block_spec(
+    config: RunConfig, grid: Grid, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Core's layer specs with our attention, and our norm where transformer-engine is absent."""
+    transformer = config.transformer
+    use_te = transformer.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=use_te,
+        normalization=transformer.normalization,
+        vp_stage=vp_stage,
+        pp_rank=grid.groups.pp.rank(),
+    )
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=PackedAttention)
+        if not use_te:
+            layer.submodules.input_layernorm = SequenceParallelNorm
+            layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+            for name in ("q_layernorm", "k_layernorm"):
+                if getattr(attention, name) is not IdentityOp:
+                    setattr(attention, name, SequenceParallelNorm)
+    if not use_te:
+        block.layer_norm = SequenceParallelNorm
+    return block
+
+
+def unwrap(chunk: torch.nn.Module) -> RLModel:
+    """The RLModel inside its wrappers."""
+    while not isinstance(chunk, RLModel):
+        chunk = chunk.module
+    return chunk

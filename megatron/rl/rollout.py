@@ -1,0 +1,163 @@
+"""One rollout, ready to train on: its advantages and how its samples become optimizer steps.
+
+Every rank makes the whole plan from the same samples, so ranks agree without communication; the
+step guard checks that they do.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.rl.batching import TrainedSample
+from megatron.rl.config import DataConfig, RunConfig
+from megatron.rl.packing import plan_micro_batches, steps_of
+from megatron.rl.samples import Sample
+from slime_loss import compute_advantages, sample_weights
+
+OPTIONAL_FIELDS = ("rollout_log_probs", "ref_log_probs", "kept_ids")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step.
+
+    Args:
+        positions: the step's samples, as positions in the rollout.
+        weights: [len(positions)] float64, weight of each trained token of a sample in the loss.
+        micro_batches: positions of the samples of each micro-batch, [dp rank][micro-batch].
+    """
+
+    positions: tuple[int, ...]
+    weights: tuple[float, ...]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of every data-parallel rank."""
+        return len(self.micro_batches[0])
+
+    @cached_property
+    def weight_of(self) -> dict[int, float]:
+        """Token weight by position."""
+        return dict(zip(self.positions, self.weights, strict=True))
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Samples with their advantages, cut into steps.
+
+    Args:
+        number: which rollout of the run this is, from 0.
+        samples: whole prompt groups.
+        advantages: [samples] fp32.
+        steps: every sample is in exactly one of them.
+        streams: the optional TokenBatch streams that every sample can fill.
+    """
+
+    number: int
+    samples: tuple[Sample, ...]
+    advantages: Tensor
+    steps: tuple[StepPlan, ...]
+    streams: frozenset[str]
+
+    def trained(self, step: StepPlan, position: int, old: Tensor | None = None) -> TrainedSample:
+        """The sample at `position`, with all that is known of it in `step`."""
+        return TrainedSample(
+            sample=self.samples[position],
+            advantage=float(self.advantages[position]),
+            weight=step.weight_of[position],
+            old_log_probs=old,
+        )
+
+    def digest(self, step: StepPlan) -> int:
+        """A checksum of the step's samples and of where each is trained."""
+        ids = [np.asarray(step.positions)]
+        ids += [self.samples[position].tokens for position in step.positions]
+        ids += [
+            np.asarray([rank, *pack])
+            for rank, packs in enumerate(step.micro_batches)
+            for pack in packs
+        ]
+        checksum = 0
+        for part in ids:
+            checksum = zlib.crc32(part.astype(np.int64).tobytes(), checksum)
+        return checksum
+
+
+def plan_rollout(number: int, samples: Sequence[Sample], config: RunConfig) -> Rollout:
+    """Advantages, steps, weights and micro-batches of one rollout."""
+    groups = torch.tensor([sample.group_index for sample in samples])
+    rewards = torch.tensor([sample.reward for sample in samples])
+    steps = steps_of(len(samples), step_size(len(samples), config.data))
+    return Rollout(
+        number=number,
+        samples=tuple(samples),
+        advantages=compute_advantages(rewards, groups, config.advantage),
+        steps=tuple(_plan_step(positions, samples, config) for positions in steps),
+        streams=_streams(samples, config),
+    )
+
+
+def step_size(num_samples: int, data: DataConfig) -> int:
+    """Samples of each optimizer step of a rollout; the last step may be smaller."""
+    return data.global_batch_size or math.ceil(num_samples / (data.num_steps_per_rollout or 1))
+
+
+def num_steps(num_samples: int, data: DataConfig) -> int:
+    """Optimizer steps of a rollout."""
+    return math.ceil(num_samples / step_size(num_samples, data))
+
+
+def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
+    streams = {
+        name
+        for name in OPTIONAL_FIELDS
+        if all(getattr(sample, name) is not None for sample in samples)
+    }
+    if config.loss.loss_type == "policy_loss":
+        streams.add("advantages")
+    return frozenset(streams)
+
+
+def _plan_step(
+    positions: Iterable[int], samples: Sequence[Sample], config: RunConfig
+) -> StepPlan:
+    positions = tuple(positions)
+    chosen = [samples[position] for position in positions]
+    weights = sample_weights(
+        torch.tensor([sample.num_trained_tokens for sample in chosen]),
+        aggregation=config.aggregation.aggregation,
+        count_masked_samples=config.aggregation.count_masked_samples,
+    )
+    dynamic = config.data.use_dynamic_batch_size
+    plan = plan_micro_batches(
+        [sample.total_length for sample in chosen],
+        dp_size=config.layout.data_parallel,
+        max_tokens=config.layout.tokens_per_pack if dynamic else None,
+        micro_batch_size=None if dynamic else config.data.micro_batch_size,
+        multiple_of=_micro_batch_multiple(config),
+    )
+    return StepPlan(
+        positions=positions,
+        weights=tuple(weights.tolist()),
+        micro_batches=tuple(
+            tuple(tuple(positions[i] for i in pack) for pack in rank) for rank in plan
+        ),
+    )
+
+
+def _micro_batch_multiple(config: RunConfig) -> int:
+    """The interleaved pipeline schedule wants whole rounds of micro-batches."""
+    if config.layout.virtual_pipeline == 1:
+        return 1
+    return (
+        config.transformer.microbatch_group_size_per_vp_stage or config.layout.pipeline_parallel
+    )

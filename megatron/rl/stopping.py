@@ -1,0 +1,98 @@
+"""Why a run ends before its last step, and with which exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+
+from megatron.rl.checkpoint import CheckpointError
+from megatron.rl.config import CheckpointConfig
+from megatron.rl.guard import SkippedStepsError, StepError
+from megatron.rl.logging import log_error
+from megatron.rl.samples import BadRowsError
+
+
+class Stop(IntEnum):
+    """A reason to save and end; of several ranks' reasons the largest counts."""
+
+    NONE = 0
+    INTERVAL = 1
+    DURATION = 2
+    SIGUSR1 = 3
+    SIGTERM = 4
+
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_SKIPPED = 3
+EXIT_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: saved, run it again
+
+EXIT_CODES = {
+    EXIT_OK: "trained to the end, or to --exit-interval or --exit-duration-in-mins",
+    EXIT_ERROR: "failed; the message names rank, step and phase",
+    EXIT_USAGE: "flags or rollout data refused; nothing was trained",
+    EXIT_SKIPPED: "more than --max-skipped-steps steps were not finite",
+    EXIT_SIGNAL: "stopped by SIGTERM or SIGUSR1 after saving; run again with --load",
+}
+
+
+class StopRequest:
+    """Collects this rank's reasons to stop; asked once a step.
+
+    Installs handlers for SIGTERM and SIGUSR1: the step in flight is finished first.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._start = time.monotonic()
+        self._signal = Stop.NONE
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = max(self._signal, Stop[signal.Signals(number).name])
+
+    def reason(self, step: int, steps_taken: int) -> Stop:
+        """The reason of this rank to end.
+
+        Args:
+            step: steps of the run so far, those before a resume included.
+            steps_taken: steps of this process: a resumed run takes at least one.
+        """
+        minutes = self._config.exit_duration_in_mins
+        interval = self._config.exit_interval
+        reason = self._signal
+        if minutes is not None and time.monotonic() - self._start > 60 * minutes:
+            reason = max(reason, Stop.DURATION)
+        if interval and steps_taken and step % interval == 0:
+            reason = max(reason, Stop.INTERVAL)
+        return reason
+
+
+@contextmanager
+def exit_with_message() -> Iterator[None]:
+    """End the process with one message and the documented code on every error that has one.
+
+    Errors of the block that are nobody's mistake but ours keep their traceback.
+    """
+    try:
+        yield
+    except (BadRowsError, ValueError) as error:
+        code, message = EXIT_USAGE, str(error)
+        everywhere = False
+    except SkippedStepsError as error:
+        code, message = EXIT_SKIPPED, str(error)
+        everywhere = False
+    except (StepError, CheckpointError) as error:
+        code, message = EXIT_ERROR, str(error)
+        everywhere = True
+    else:
+        return
+    log_error(message, every_rank=everywhere)
+    sys.exit(code)

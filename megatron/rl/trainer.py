@@ -1,0 +1,221 @@
+"""The loop: rollouts, old log-probs, optimizer steps, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from megatron.rl.batching import MicroBatch, build_micro_batch
+from megatron.rl.checkpoint import Checkpointer, Progress
+from megatron.rl.config import RunConfig
+from megatron.rl.guard import SkippedStepsError, StepDigest, agree, phase
+from megatron.rl.initialize import Grid
+from megatron.rl.logging import RunLogger, log_info, log_warning
+from megatron.rl.report import console_line, step_scalars
+from megatron.rl.rollout import Rollout, StepPlan, plan_rollout
+from megatron.rl.sources.files import FileSource
+from megatron.rl.step import StepResult, Trainee
+from megatron.rl.stopping import EXIT_OK, EXIT_SIGNAL, Stop, StopRequest
+
+
+@dataclass
+class Trainer:
+    """One run, from where it stands to its end.
+
+    Args:
+        config: the run.
+        grid: this rank.
+        source: where samples come from.
+        trainee: model, head and optimizer.
+        checkpointer: saves the run.
+        logger: shows it.
+        total_steps: optimizer steps of the whole run.
+        progress: where the run stands.
+        old_log_probs: of the rollout in training, by position in it: of this data-parallel rank's
+            samples, on the last pipeline stage; empty where current and old policy are the same.
+    """
+
+    config: RunConfig
+    grid: Grid
+    source: FileSource
+    trainee: Trainee
+    checkpointer: Checkpointer
+    logger: RunLogger
+    total_steps: int
+    progress: Progress
+    old_log_probs: Mapping[int, Tensor]
+    stop_request: StopRequest = field(init=False)
+    first_step: int = field(init=False)
+    saved_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember where this process starts."""
+        self.stop_request = StopRequest(self.config.checkpoint)
+        self.first_step = self.saved_step = self.progress.step
+
+    def run(self) -> int:
+        """Train to the end or to the first reason to stop.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            StepError: a step failed, or too many were not finite.
+        """
+        stop = Stop.NONE
+        with self.logger:
+            while not stop and self.progress.step < self.total_steps:
+                stop = self._train_rollout()
+            if self.saved_step != self.progress.step:
+                self._save()
+        if stop:
+            log_info(f"stopped after step {self.progress.step}: {stop.name}")
+        return EXIT_SIGNAL if stop in (Stop.SIGTERM, Stop.SIGUSR1) else EXIT_OK
+
+    def _train_rollout(self) -> Stop:
+        """The steps of the current rollout that are still to be taken."""
+        with phase("reading rollouts", self.progress.step + 1, self.grid):
+            samples = self.source.rollout(self.progress.rollout)
+            rollout = plan_rollout(self.progress.rollout, samples, self.config)
+        seconds = self._prepare_old_log_probs(rollout)
+        for step in rollout.steps[self.progress.step_in_rollout :]:
+            stop = self._agree(rollout, step)
+            if stop or self.progress.step == self.total_steps:
+                return stop
+            self._train_step(rollout, step, seconds)
+            seconds = 0.0
+            self._save_if_due()
+        return Stop.NONE
+
+    def _recomputes(self, rollout: Rollout) -> bool:
+        """Whether old log-probs come from a pass of their own.
+
+        Not where the engine's stand for them, and not where a rollout is one step: then the old
+        policy is the current one.
+        """
+        return (
+            self.config.loss.loss_type == "policy_loss"
+            and not self.config.loss.use_rollout_logprobs
+            and len(rollout.steps) > 1
+        )
+
+    def _prepare_old_log_probs(self, rollout: Rollout) -> float:
+        """The forward-only pass over the rollout, where it is needed; its seconds.
+
+        After a resume within a rollout the checkpoint has given them.
+        """
+        if not self._recomputes(rollout) or self.progress.step_in_rollout > 0:
+            return 0.0
+        start = time.perf_counter()
+        number = self.progress.step + 1
+        with phase("old log-probs", number, self.grid, f"of rollout {rollout.number}"):
+            packs = [
+                (step, pack)
+                for step in rollout.steps
+                for pack in step.micro_batches[self.grid.dp_rank]
+            ]
+            micro_batches = [self._micro_batch(rollout, *pack) for pack in packs]
+            log_probs = self.trainee.log_probs(micro_batches)
+        self.old_log_probs = {
+            position: values
+            for (_, pack), of_pack in zip(packs, log_probs, strict=bool(log_probs))
+            for position, values in zip(pack, of_pack, strict=True)
+        }
+        return time.perf_counter() - start
+
+    def _micro_batch(
+        self,
+        rollout: Rollout,
+        step: StepPlan,
+        pack: Sequence[int],
+        more_streams: Iterable[str] = (),
+    ) -> MicroBatch:
+        samples = [rollout.trained(step, p, self.old_log_probs.get(p)) for p in pack]
+        streams = rollout.streams.union(more_streams)
+        return build_micro_batch(samples, streams, self.config, self.grid)
+
+    def _agree(self, rollout: Rollout, step: StepPlan) -> Stop:
+        """Compare the coming step over all ranks; the reason to stop, if any rank has one."""
+        done = self.progress.step
+        digest = StepDigest(
+            step=done + 1,
+            rollout=rollout.number,
+            num_micro_batches=step.num_micro_batches,
+            samples=rollout.digest(step),
+            skipped_steps=self.progress.skipped_steps,
+            configuration=zlib.crc32(self.config.to_yaml().encode()),
+        )
+        with phase("step guard", digest.step, self.grid):
+            reason = self.stop_request.reason(done, done - self.first_step)
+            return Stop(agree(digest, reason, self.grid))
+
+    def _train_step(self, rollout: Rollout, step: StepPlan, log_probs_seconds: float) -> None:
+        start = time.perf_counter()
+        number = self.progress.step + 1
+        learning_rate = self.trainee.learning_rate
+        packs = step.micro_batches[self.grid.dp_rank]
+        old = ("old_log_probs",) if self._recomputes(rollout) and self.grid.is_last_stage else ()
+        indices = [rollout.samples[position].index for pack in packs for position in pack]
+        with phase("training", number, self.grid, f"of samples {indices}"):
+            micro_batches = [self._micro_batch(rollout, step, pack, old) for pack in packs]
+            result = self.trainee.step(micro_batches)
+        self._advance(rollout, step, result)
+        seconds = time.perf_counter() - start
+        samples = [rollout.samples[position] for position in step.positions]
+        times = {"train_time": seconds, "log_probs_time": log_probs_seconds}
+        self.logger.log_step(
+            number,
+            step_scalars(result, samples, times, self.grid),
+            console=console_line(
+                result,
+                samples,
+                consumed_samples=self.progress.consumed_samples,
+                learning_rate=learning_rate,
+                seconds=seconds + log_probs_seconds,
+            ),
+        )
+        limit = self.config.schedule.max_skipped_steps
+        if self.progress.skipped_steps > limit:
+            raise SkippedStepsError(
+                f"max_skipped_steps: {self.progress.skipped_steps} steps were skipped because "
+                f"they were not finite, the last one step {number}: max_skipped_steps={limit}"
+            )
+
+    def _advance(self, rollout: Rollout, step: StepPlan, result: StepResult) -> None:
+        """Move the position, and the learning rate where the weights moved."""
+        before = self.progress
+        if result.updated:
+            self.checkpointer.scheduler.step(increment=1)
+        else:
+            log_warning(
+                f"step {before.step + 1} skipped: loss {result.metrics['loss']}, gradient norm "
+                f"{result.grad_norm}; not finite: {result.culprit or 'the gradient norm alone'}"
+            )
+        ended = before.step_in_rollout + 1 == len(rollout.steps)
+        self.progress = replace(
+            before,
+            step=before.step + 1,
+            rollout=before.rollout + ended,
+            step_in_rollout=0 if ended else before.step_in_rollout + 1,
+            consumed_samples=before.consumed_samples + len(step.positions),
+            skipped_steps=before.skipped_steps + (not result.updated),
+        )
+        if ended:
+            self.old_log_probs = {}
+
+    def _save_if_due(self) -> None:
+        interval = self.config.checkpoint.save_interval
+        if interval and self.progress.step % interval == 0:
+            self._save()
+
+    def _save(self) -> None:
+        if self.config.checkpoint.save is None:
+            return
+        with phase("saving", self.progress.step, self.grid):
+            path = self.checkpointer.save(self.progress, self.old_log_probs)
+        self.saved_step = self.progress.step
+        log_info(f"saved {path}")
