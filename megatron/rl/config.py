@@ -7,15 +7,18 @@ the rest of the program ever sees.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron.rl.derived import DerivedLayout
+from megatron.rl.flags.values import written
 from slime_loss.config import AdvantageConfig, AggregationConfig, HeadConfig, PolicyLossConfig
 
 
@@ -259,8 +262,8 @@ class RunConfig:
     """One run, resolved and checked: made by `megatron.rl.arguments.parse_config`."""
 
     transformer: TransformerConfig
-    optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
     model: ModelConfig
     data: DataConfig
     advantage: AdvantageConfig
@@ -275,8 +278,39 @@ class RunConfig:
     """Ranks of the job."""
     device_type: Literal["cuda", "cpu"]
     """What --device means on this machine."""
+    flags: Mapping[str, Any]
+    """Every flag's value, before megatron-core derives its own."""
+    origins: Mapping[str, str]
+    """Where each value that is not the default comes from."""
+    notes: tuple[str, ...]
+    """Flags that have no effect, and what megatron-core warns of."""
 
     @cached_property
     def layout(self) -> DerivedLayout:
         """Ranks, vocabulary and batches that follow from the flags and the world size."""
         return DerivedLayout.of(self)
+
+    def to_yaml(self) -> str:
+        """Every flag with its value; as the file of `--config` it gives this run again."""
+        return self._yaml
+
+    @cached_property
+    def _yaml(self) -> str:
+        values = {
+            name: written(value)
+            for name, value in self.flags.items()
+            if name not in ("config", "dry_run")
+        }
+        return yaml.safe_dump(values, sort_keys=False)
+
+    def describe(self) -> str:
+        """The flags that are not defaults and where they come from, notes, and the layout."""
+        rows = [
+            (name, str(written(self.flags[name])), origin) for name, origin in self.origins.items()
+        ]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        lines = [
+            f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows
+        ]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "", *notes, *([""] if notes else []), self.layout.describe()])

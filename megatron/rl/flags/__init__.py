@@ -1,0 +1,1 @@
+"""Flags: made from dataclass fields, read, judged, and given to megatron-core."""

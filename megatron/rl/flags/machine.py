@@ -1,0 +1,86 @@
+"""Rules that ask the machine: paths and the GPU driver. Nothing here calls CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.rl.flags.rule import Violation
+from megatron.rl.sources.paths import expand_paths
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""Device files of NVIDIA's driver on Linux and in Windows' Linux."""
+
+
+def cuda_driver_found() -> bool:
+    """Whether PyTorch is built for CUDA and a driver is there, without starting CUDA."""
+    return torch.version.cuda is not None and any(Path(file).exists() for file in DRIVER_FILES)
+
+
+def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterator[Violation]:
+    """Rules that may break on one machine of a job and hold on another."""
+    if flags["device"] == "cuda" and not has_driver:
+        yield _violation(
+            "--device",
+            "cuda needs PyTorch built for CUDA and an NVIDIA driver",
+            f"cuda (PyTorch {torch.__version__})",
+            "install the driver and a CUDA build of PyTorch, or use --device cpu",
+        )
+    yield from _rollouts(flags["rollout_data"])
+    yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
+    for name in ("save", "tensorboard_dir"):
+        yield from _writable(f"--{name.replace('_', '-')}", flags[name])
+
+
+def _violation(flag: str, rule: str, given: object, fix: str) -> Violation:
+    return Violation(flag, rule, str(given), fix, on_machine=True)
+
+
+def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:
+    files, errors = expand_paths(paths)
+    for error in errors:
+        yield _violation("--rollout-data", error.rule, error.file, error.fix)
+    for file in files:
+        if not Path(file).is_file():
+            yield _violation("--rollout-data", "must be a file that exists", file, "check the path")
+
+
+def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Violation]:
+    """A first start with `--load` and `--save` on one new directory must work."""
+    if load is None:
+        return
+    if must_exist and not (Path(load) / TRACKER).is_file():
+        yield _violation(
+            "--load",
+            f"must hold a checkpoint ({TRACKER})",
+            load,
+            "check the path, or leave --exit-on-missing-checkpoint out",
+        )
+    elif not Path(load).is_dir() and (save is None or Path(load) != Path(save)):
+        yield _violation(
+            "--load",
+            "must be a directory that exists, unless it is --save",
+            load,
+            "check the path, or leave --load out",
+        )
+
+
+def _writable(flag: str, directory: str | None) -> Iterator[Violation]:
+    """The directory, or the nearest existing one above it, must take new files."""
+    if directory is None:
+        return
+    existing = Path(directory).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield _violation(
+            flag,
+            "must be a directory that can be written",
+            f"{directory} ({existing} cannot)",
+            "check the path and its permissions",
+        )
