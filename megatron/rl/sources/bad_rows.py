@@ -9,7 +9,7 @@ from megatron.rl.samples import BadRowsError, RowError
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import open_rows
 from megatron.rl.sources.row import BadFileError
-from megatron.rl.sources.scan import BadRow
+from megatron.rl.sources.scan import BadRow, error_of
 
 MAX_ROW_CHARS = 1 << 20
 
@@ -45,6 +45,10 @@ class BadRowLog:
             self.errors.append(bad.error)
         if self._aside is not None and bad.error.line:
             self._write(bad, self._aside)
+
+    def add_file(self, path: str, fault: BadFileError) -> None:
+        """Count a file that cannot be used."""
+        self.add(BadRow(error_of(fault, path, 0), -1))
 
     def raise_all(self) -> None:
         """End the pass with what was found."""

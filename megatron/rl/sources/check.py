@@ -28,7 +28,7 @@ from megatron.rl.sources.index import (
 )
 from megatron.rl.sources.paths import expand_paths
 from megatron.rl.sources.row import BadFileError
-from megatron.rl.sources.scan import BadRow, Task, error_of, scan_tasks
+from megatron.rl.sources.scan import BadRow, Task, scan_tasks
 
 BYTES_PER_WORKER = 32 << 20
 """Below this a process of its own costs more than it saves."""
@@ -111,12 +111,15 @@ def _scan(
     tasks, sizes = _tasks(files, rules, options, bad)
     total = sum(task.part.num_bytes for task in tasks)
     found = [np.empty(0, ROW_DTYPE)]
+    blank = set(sizes)
     lines: dict[int, int] = defaultdict(int)  # of each file, before the current part
     done = 0
     with _reporting(progress) as report:
         for task, batch in scan_tasks(tasks, _num_workers(options, total, len(tasks))):
             batch.entries["line"] += lines[task.file]
             found.append(batch.entries)
+            if len(batch.entries) or batch.bad_rows:
+                blank.discard(task.path)
             for row in batch.bad_rows:
                 bad.add(_moved(row, lines[task.file]))
             report(done + int(batch.fraction * task.part.num_bytes), total)
@@ -124,11 +127,11 @@ def _scan(
                 lines[task.file] += batch.num_lines
                 done += task.part.num_bytes
     for path, size in sizes.items():
+        if path in blank:
+            bad.add_file(path, BadFileError("must hold rows", "blank", "write the rows"))
         if not os.path.exists(path) or os.path.getsize(path) != size:
-            fault = BadFileError(
-                "must not change while it is read", "changed", "let its writer end"
-            )
-            bad.add(BadRow(error_of(fault, path, 0), -1))
+            rule = "must not change while it is read"
+            bad.add_file(path, BadFileError(rule, "changed", "let its writer end first"))
     return np.concatenate(found)
 
 
@@ -143,7 +146,7 @@ def _tasks(
             parts = open_rows(path, UnitCache(), trust_pickle=options.trust_pickle).parts()
             sizes[path] = os.path.getsize(path)
         except BadFileError as fault:
-            bad.add(BadRow(error_of(fault, path, 0), -1))
+            bad.add_file(path, fault)
             continue
         tasks += [Task(file, path, part, rules, options.trust_pickle) for part in parts]
     return tasks, sizes

@@ -1,6 +1,7 @@
 """From what the user gave (files, globs, folders) to a list of files."""
 
 import glob
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ def expand_paths(paths: Sequence[str]) -> tuple[list[str], list[RowError]]:
     Returns:
         The files, and an error for each path that leads to none.
     """
-    files: dict[Path, str] = {}
+    files: dict[str, str] = {}
     errors: list[RowError] = []
     for path in paths:
         found = list(_files_of(path))
@@ -27,7 +28,7 @@ def expand_paths(paths: Sequence[str]) -> tuple[list[str], list[RowError]]:
             rule = f"must lead to files that end in {', '.join(SUFFIXES)}"
             errors.append(RowError(path, 0, "file", rule, "none", "check the path"))
         for file in found:
-            files.setdefault(Path(file).resolve(), file)
+            files.setdefault(os.path.realpath(file), file)
     return list(files.values()), errors
 
 

@@ -69,8 +69,10 @@ FIXES = {
     "group_index": "give the samples of one prompt the same number",
     "index": "give each row of a file its own number, or leave it out of all of them",
     "status": f"use one of {', '.join(STATUSES)}",
+    "remove_sample": "use true or false",
     "line": "write one JSON object a line, in UTF-8",
 }
+FIXES |= dict.fromkeys(FREE_FIELDS, "write valid Unicode, or leave the field out")
 
 
 class BrokenRuleError(Exception):
@@ -103,7 +105,7 @@ def shown(value: object, limit: int = 80) -> str:
     if isinstance(value, str | bytes | list | tuple):
         value = value[: limit + 1]
     text = value if isinstance(value, str) else repr(value)
-    text = text.encode("unicode_escape").decode("ascii")
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: limit + 1])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
@@ -114,8 +116,8 @@ def row_from_json(line: bytes) -> Row:
         BrokenRuleError: No JSON object, a field given twice, or one of a wrong type or range.
     """
     if len(line) > MAX_ROW_BYTES:
-        raise BrokenRuleError("line", f"must be at most {MAX_ROW_BYTES} bytes long", line[:40])
-    line = line.removeprefix(b"\xef\xbb\xbf")
+        raise BrokenRuleError("line", f"must be at most {MAX_ROW_BYTES} bytes long", _text(line))
+    line = line.removeprefix(b"\xef\xbb\xbf").strip()
     try:
         row = _JSON_ROW.decode(line)
     except msgspec.ValidationError as error:
@@ -182,15 +184,20 @@ def _malformed(line: bytes, error: Exception) -> BrokenRuleError:
         record = json.loads(line.decode())
     except UnicodeDecodeError as unicode_error:
         start = unicode_error.start
-        return BrokenRuleError("line", f"must be UTF-8 (byte {start})", line[start : start + 8])
+        return BrokenRuleError("line", f"must be UTF-8 (byte {start})", _text(line[start:]))
     except (ValueError, RecursionError):
-        return BrokenRuleError("line", f"must be one whole JSON object ({error})", line[:40])
+        return BrokenRuleError("line", f"must be one whole JSON object ({error})", _text(line))
     for path, value in _leaves(record):
         if isinstance(value, float) and not math.isfinite(value):
             return BrokenRuleError(path, "must be finite", value)
         if isinstance(value, str) and _has_lone_surrogate(value):
             return BrokenRuleError(path, "must be Unicode without lone surrogates", value)
-    return BrokenRuleError("line", f"must be JSON ({error})", line[:40])
+    return BrokenRuleError("line", f"must be JSON ({error})", _text(line))
+
+
+def _text(line: bytes) -> str:
+    """The beginning of a line that may be anything."""
+    return line[:80].decode(errors="backslashreplace")
 
 
 def _leaves(record: object) -> Iterator[tuple[str, object]]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,9 +132,10 @@ def _start(tasks: Sequence[Task]) -> subprocess.Popen:
         [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert worker.stdin is not None, "it was asked for"
-    pickle.dump(sys.path, worker.stdin)
-    pickle.dump(list(tasks), worker.stdin)
-    worker.stdin.close()
+    with suppress(BrokenPipeError):  # it ended at once; whoever reads its answers says so
+        pickle.dump(sys.path, worker.stdin)
+        pickle.dump(list(tasks), worker.stdin)
+        worker.stdin.close()
     return worker
 
 
