@@ -27,6 +27,7 @@ BASE = [
 ]
 EXTRAS = {
     "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9", "flash-attn>=2.8"],
+    "hf": ["transformers>=5.24", "accelerate>=1.0", "gguf>=0.19"],  # tools/smollm2.py
     "parquet": ["pyarrow>=17.0"],
     "plot": ["matplotlib>=3.9"],
     "lint": ["ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414", "import-linter>=2.1"],
@@ -37,6 +38,9 @@ EXTRAS = {
         "beartype>=0.19",
         "pyarrow>=17.0",
         "matplotlib>=3.9",
+        "transformers>=5.24",  # with mbridge and its einops the oracle of megatron.rl.hf
+        "mbridge>=0.15.1,<0.16",
+        "einops>=0.8",
     ],
 }
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import psutil
-import torch
 from tqdm import tqdm
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.rl.config import LoggingConfig
 
 T = TypeVar("T")
@@ -251,6 +252,8 @@ def memory_scalars(device: torch.device) -> dict[str, float]:
     """
     scalars: dict[str, float] = {"mem-host-rss-bytes": psutil.Process().memory_info().rss}
     if device.type == "cuda":
+        import torch  # only here: data tools use this module without torch
+
         scalars["mem-reserved-bytes"] = torch.cuda.memory_reserved(device)
         scalars["mem-allocated-bytes"] = torch.cuda.memory_allocated(device)
         scalars["mem-max-allocated-bytes"] = torch.cuda.max_memory_allocated(device)
@@ -303,6 +306,11 @@ def log_info(message: str, *, every_rank: bool = False) -> None:
 def log_warning(message: str, *, every_rank: bool = False) -> None:
     """Warn once: on rank 0, unless the warning concerns only the rank that gives it."""
     _MESSAGES.warning(message, extra={"every_rank": every_rank})
+
+
+def log_error(message: str, *, every_rank: bool = False) -> None:
+    """Say once why the run ends, or on every rank where each has its own reason."""
+    _MESSAGES.error(message, extra={"every_rank": every_rank})
 
 
 class _MessageHandler(logging.Handler):
