@@ -265,10 +265,12 @@ def _build_sections(
                 built[section] = cls(**arguments)
             notes += [str(warning.message) for warning in caught]
         except ConfigError as error:
-            violations += [
+            reported = {violation.flag for violation in violations}
+            refused = (
                 _violation(v.field, _as_flags(v.rule), _as_flags(v.fix), given)
                 for v in error.violations
-            ]
+            )
+            violations += [violation for violation in refused if violation.flag not in reported]
         except (ValueError, AssertionError, RuntimeError, ImportError) as error:
             if not is_core:
                 raise

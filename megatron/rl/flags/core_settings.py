@@ -82,6 +82,7 @@ def _kernels(flags: Mapping[str, Any], device_type: str) -> dict[str, Any]:
     on_gpu = device_type == "cuda"
     # core fuses the bias with GELU or SwiGLU, and GELU only where there is a bias
     fusible = flags["swiglu"] or (flags["add_bias_linear"] and not flags["squared_relu"])
+    fusible = fusible and not flags["use_te_activation_func"]
     fuses_gradient = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "transformer_impl": (

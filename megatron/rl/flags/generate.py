@@ -171,6 +171,7 @@ def documentation_of(owner: type) -> dict[str, str]:
     return documentation
 
 
+@cache
 def reading_parser() -> argparse.ArgumentParser:
     """A parser that only sorts words by flag; what they mean is decided by `Flag.type`.
 

@@ -1,0 +1,97 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.rl.flags import machine
+from megatron.rl.flags.machine import TRACKER, cuda_driver_found, machine_violations
+from megatron.rl.flags.rule import Violation
+
+
+def found(tmp_path: Path, *, has_driver: bool = False, **flags: object) -> list[Violation]:
+    file = tmp_path / "rollouts.jsonl"
+    file.touch()
+    defaults = {
+        "device": "auto",
+        "rollout_data": (str(file),),
+        "load": None,
+        "save": None,
+        "tensorboard_dir": None,
+        "exit_on_missing_checkpoint": False,
+    }
+    return list(machine_violations(defaults | flags, has_driver=has_driver))
+
+
+def test_a_good_machine(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+    assert found(tmp_path, device="cuda", has_driver=True) == []
+    assert found(tmp_path, device="cpu") == []
+
+
+def test_cuda_needs_a_driver(tmp_path: Path) -> None:
+    (violation,) = found(tmp_path, device="cuda")
+    assert violation.flag == "--device"
+    assert "--device cpu" in violation.fix
+    assert violation.on_machine
+
+
+def test_a_driver_is_a_device_file_and_a_build_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "nvidiactl"
+    monkeypatch.setattr(machine, "DRIVER_FILES", (str(device),))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not cuda_driver_found()
+    device.touch()
+    assert cuda_driver_found()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert not cuda_driver_found()
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "*.nothing", "empty_folder"])
+def test_rollouts_that_are_not_there(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty_folder").mkdir()
+    good = str(tmp_path / "rollouts.jsonl")
+    (violation,) = found(tmp_path, rollout_data=(good, str(tmp_path / path)))
+    assert violation.flag == "--rollout-data"
+    assert path in violation.given
+
+
+def test_rollouts_by_glob_and_folder(tmp_path: Path) -> None:
+    paths = (str(tmp_path), str(tmp_path / "*.jsonl"))
+    assert found(tmp_path, rollout_data=paths) == []
+
+
+def test_load_must_exist_unless_the_run_makes_it(tmp_path: Path) -> None:
+    new = str(tmp_path / "checkpoints")
+    assert found(tmp_path, load=new, save=new) == []
+    assert found(tmp_path, load=new + "/", save=new) == []
+    assert found(tmp_path, load=str(tmp_path)) == []
+    for save in (None, str(tmp_path)):
+        (violation,) = found(tmp_path, load=new, save=save)
+        assert (violation.flag, violation.given) == ("--load", new)
+
+
+def test_a_checkpoint_may_be_demanded(tmp_path: Path) -> None:
+    flags = {"load": str(tmp_path), "save": str(tmp_path), "exit_on_missing_checkpoint": True}
+    (violation,) = found(tmp_path, **flags)
+    assert TRACKER in violation.rule
+    (tmp_path / TRACKER).write_text("3")
+    assert found(tmp_path, **flags) == []
+
+
+@pytest.mark.parametrize("name", ["save", "tensorboard_dir"])
+def test_directories_must_take_files(tmp_path: Path, name: str) -> None:
+    assert found(tmp_path, **{name: str(tmp_path / "new" / "below")}) == []
+    file = tmp_path / "file"
+    file.touch()
+    (violation,) = found(tmp_path, **{name: str(file / "below")})
+    assert violation.flag == f"--{name.replace('_', '-')}"
+    assert str(file) in violation.given
+
+
+def test_a_directory_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (violation,) = found(tmp_path, save=str(tmp_path / "new"))
+    assert str(tmp_path) in violation.given

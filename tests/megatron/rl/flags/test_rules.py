@@ -1,0 +1,315 @@
+"""One command line for every rule: it breaks that rule, and says so with the flag and its value."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.rl.flags.generate import all_flags
+from megatron.rl.flags.model_rules import MODEL_RULES
+from megatron.rl.flags.ranges import RANGES, out_of_range
+from megatron.rl.flags.rule import Rule
+from megatron.rl.flags.run_rules import NOTES, REQUIRED, RUN_RULES
+from tests.megatron.rl.flags.command_line import resolved, small_run, violations
+
+MOE = "--num-experts 4 --moe-ffn-hidden-size 64 --disable-bias-linear"
+ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2"
+
+# (flags, ranks, flag of the violation, part of its rule)
+BROKEN = [
+    ("--use-dynamic-batch-size", 1, "use_dynamic_batch_size", "needs --max-tokens-per-gpu"),
+    ("--max-tokens-per-gpu 99", 1, "max_tokens_per_gpu", "needs --use-dynamic-batch-size"),
+    (
+        "--use-dynamic-batch-size --max-tokens-per-gpu 99 --qkv-format bshd",
+        1,
+        "use_dynamic_batch_size",
+        "needs --qkv-format thd",
+    ),
+    ("--num-steps-per-rollout 2", 1, "num_steps_per_rollout", "needs --rollout-batch-size"),
+    (f"{ROLLOUT} --num-steps-per-rollout 3", 1, "num_steps_per_rollout", "must divide"),
+    (
+        f"{ROLLOUT} --num-steps-per-rollout 2 --global-batch-size 2",
+        1,
+        "global_batch_size",
+        "times --num-steps-per-rollout 2 must be",
+    ),
+    (
+        "--num-steps-per-rollout 2 --global-batch-size 2",
+        1,
+        "num_steps_per_rollout",
+        "says the same as --global-batch-size 2",
+    ),
+    (f"{ROLLOUT} --global-batch-size 9", 1, "global_batch_size", "must not be more than"),
+    ("--n-samples-per-prompt 1", 1, "n_samples_per_prompt", "must be > 1: --advantage-estimator"),
+    ("--rollout-top-p 0.9 --loss-type sft_loss", 1, "rollout_top_p", "no meaning in sft_loss"),
+    ("--reward-key=", 1, "reward_key", "must not be empty"),
+    ("--min-lr 1e-3", 1, "min_lr", "must not be above --lr 1e-06"),
+    ("--decoupled-min-lr 1e-3", 1, "decoupled_min_lr", "must not be above --decoupled-lr None"),
+    ("--lr-warmup-init 1", 1, "lr_warmup_init", "must not be above --lr 1e-06"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+        1,
+        "lr_warmup_fraction",
+        "excludes --lr-warmup-iters 3",
+    ),
+    ("--lr-warmup-iters 5 --train-iters 5", 1, "lr_warmup_iters", "must be less than"),
+    ("--lr-decay-style WSD", 1, "lr_decay_style", "WSD needs --lr-wsd-decay-iters"),
+    ("--lr-wsd-decay-iters 4", 1, "lr_wsd_decay_iters", "needs --lr-decay-style WSD"),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 8",
+        1,
+        "lr_wsd_decay_iters",
+        "must not be more than --lr-decay-iters 8",
+    ),
+    (
+        "--weight-decay-incr-style linear",
+        1,
+        "weight_decay_incr_style",
+        "linear needs --start-weight-decay",
+    ),
+    (
+        "--start-weight-decay 0.1",
+        1,
+        "weight_decay_incr_style",
+        "constant excludes --start-weight-decay",
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        1,
+        "end_weight_decay",
+        "must not be below --start-weight-decay 0.2",
+    ),
+    (
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        "override_opt_param_scheduler",
+        "excludes --use-checkpoint",
+    ),
+    ("--save-interval 5", 1, "save_interval", "needs --save"),
+    ("--save-retain-interval 5", 1, "save_retain_interval", "needs --save"),
+    ("--save {tmp} --save-retain-interval 5", 1, "save_retain_interval", "needs --save-interval"),
+    (
+        "--save {tmp} --save-interval 4 --save-retain-interval 6",
+        1,
+        "save_retain_interval",
+        "must be a multiple of --save-interval 4",
+    ),
+    ("--save {tmp} --load {tmp} --finetune", 1, "finetune", "restarts at step 0"),
+    ("--exit-on-missing-checkpoint", 1, "exit_on_missing_checkpoint", "needs --load"),
+    ("--squared-relu --swiglu", 1, "squared_relu", "excludes --swiglu"),
+    ("--group-query-attention", 1, "group_query_attention", "needs --num-query-groups"),
+    ("--num-query-groups 3", 1, "num_query_groups", "must divide --num-attention-heads 4"),
+    ("--hidden-size 66", 1, "hidden_size", "must be a multiple of --num-attention-heads 4"),
+    ("--rotary-percent 0.2", 1, "rotary_percent", "an even number of a head's channels"),
+    (
+        "--rope-high-freq-factor 1 --rope-low-freq-factor 1",
+        1,
+        "rope_high_freq_factor",
+        "must be above --rope-low-freq-factor 1.0",
+    ),
+    ("--attention-dropout 0.1", 1, "attention_dropout", "must be 0"),
+    ("--no-attention-softmax-in-fp32", 1, "attention_softmax_in_fp32", "must stay on"),
+    ("--attention-backend fused", 1, "attention_backend", "fused attention is not used"),
+    ("--recompute-granularity full", 1, "recompute_granularity", "full needs --recompute-method"),
+    ("--recompute-num-layers 1", 1, "recompute_num_layers", "needs --recompute-granularity full"),
+    (
+        "--context-parallel-size 2",
+        3,
+        "tensor_model_parallel_size",
+        "must divide the number of rank",
+    ),
+    (
+        "--tensor-model-parallel-size 3",
+        3,
+        "num_attention_heads",
+        "must be a multiple of --tensor-model-parallel-size 3",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        4,
+        "num_query_groups",
+        "must be a multiple of --tensor-model-parallel-size 4",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --ffn-hidden-size 33",
+        2,
+        "ffn_hidden_size",
+        "must be a multiple of --tensor-model-parallel-size 2",
+    ),
+    ("--pipeline-model-parallel-size 3", 3, "num_layers", "times the model chunks of a stage, 1"),
+    (
+        "--virtual-pipeline-model-parallel-size 2",
+        1,
+        "virtual_pipeline_model_parallel_size",
+        "needs --pipeline-model-parallel-size > 1",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 1",
+        2,
+        "microbatch_group_size_per_vp_stage",
+        "must not be less than --pipeline-model-parallel-size 2",
+    ),
+    ("--allgather-cp --qkv-format bshd", 1, "allgather_cp", "needs --qkv-format thd"),
+    ("--context-parallel-size 2 --qkv-format bshd", 2, "context_parallel_size", "must be 1 with"),
+    ("--overlap-param-gather", 1, "overlap_param_gather", "needs --use-distributed-optimizer"),
+    (
+        "--use-precision-aware-optimizer",
+        1,
+        "use_precision_aware_optimizer",
+        "needs --use-distributed-optimizer",
+    ),
+    (
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        1,
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "needs --fp8-param-gather",
+    ),
+    ("--expert-model-parallel-size 2", 2, "expert_model_parallel_size", "needs --num-experts"),
+    (f"{MOE} --num-experts 3 --expert-model-parallel-size 2", 2, "num_moe_experts", "a multiple"),
+    (
+        f"{MOE} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        2,
+        "expert_model_parallel_size",
+        "must divide the number of ranks, 2",
+    ),
+    (f"{MOE} --moe-router-topk 5", 1, "moe_router_topk", "must not be more than --num-experts 4"),
+    (f"{MOE} --tensor-model-parallel-size 2", 2, "sequence_parallel", "must be on with"),
+    (
+        f"{MOE} --moe-token-dispatcher-type allgather",
+        1,
+        "moe_token_dispatcher_type",
+        "must be alltoall or flex",
+    ),
+    ("--moe-aux-loss-coeff 0.01", 1, "moe_aux_loss_coeff", "must be 0"),
+    ("--moe-z-loss-coeff 0.001", 1, "moe_z_loss_coeff", "must be 0"),
+    *(
+        (f"{option} --use-distributed-optimizer", 1, name, "needs a GPU")
+        for option, name in (
+            ("--fp8-format hybrid", "fp8"),
+            ("--fp4-format e2m1", "fp4"),
+            ("--moe-grouped-gemm", "moe_grouped_gemm"),
+            ("--use-precision-aware-optimizer", "use_precision_aware_optimizer"),
+            ("--optimizer-cpu-offload", "optimizer_cpu_offload"),
+            ("--cpu-offloading", "cpu_offloading"),
+            ("--nccl-ub", "nccl_ub"),
+        )
+    ),
+    ("--attention-backend flash", 1, "attention_backend", "flash needs a GPU"),
+    (
+        f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "expert_tensor_parallel_size",
+        "must be 1 on a CPU",
+    ),
+    *(
+        (f"{option} --device cuda --use-distributed-optimizer", 1, name, "transformer-engine")
+        for option, name in (
+            ("--fp8-format hybrid", "fp8"),
+            ("--fp4-format e2m1", "fp4"),
+            ("--use-precision-aware-optimizer", "use_precision_aware_optimizer"),
+            ("--cpu-offloading", "cpu_offloading"),
+        )
+    ),
+]
+
+
+def name_of(case: tuple) -> str:
+    return f"{case[2]}-{case[3][:24]}".replace(" ", "_")
+
+
+@pytest.mark.parametrize(("flags", "ranks", "flag", "rule"), BROKEN, ids=map(name_of, BROKEN))
+def test_a_broken_rule_names_flag_value_and_fix(
+    tmp_path: Path, flags: str, ranks: int, flag: str, rule: str
+) -> None:
+    argv = small_run(tmp_path, flags.format(tmp=tmp_path))
+    found = violations(argv, ranks, has_driver="--device cuda" in flags)
+    (violation,) = [v for v in found if v.flag == all_flags()[flag].spelling and rule in v.rule]
+    assert violation.given.endswith(("(command line)", "(default)"))
+    assert violation.fix
+    assert "{" not in violation.rule + violation.fix.replace("{thd,bshd}", "")
+
+
+def found_by(case: tuple, directory: Path) -> set[Rule]:
+    """The rules that a case's command line breaks, known by their texts."""
+    flags, ranks, *_ = case
+    argv = small_run(directory, flags.format(tmp=directory))
+    found = violations(argv, ranks, has_driver="--device cuda" in flags)
+
+    def told(rule: Rule) -> bool:
+        text = re.sub(r"\\{\w+\\}", ".+", re.escape(rule.rule))
+        spelling = all_flags()[rule.flag].spelling
+        return any(v.flag == spelling and re.fullmatch(text, v.rule) for v in found)
+
+    return {rule for rule in (*RUN_RULES, *MODEL_RULES) if told(rule)}
+
+
+def test_every_rule_has_a_case(tmp_path: Path) -> None:
+    covered = set().union(*(found_by(case, tmp_path) for case in BROKEN))
+    missing = [rule for rule in (*RUN_RULES, *MODEL_RULES) if rule not in covered]
+    assert [(rule.flag, rule.rule) for rule in missing] == []
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_required_flag_that_is_missing(tmp_path: Path, name: str) -> None:
+    argv = small_run(tmp_path)
+    position = argv.index(all_flags()[name].spelling)
+    (violation,) = violations([*argv[:position], *argv[position + 2 :]])
+    assert (violation.flag, violation.rule) == (all_flags()[name].spelling, "must be given")
+    assert f"add {violation.flag}" in violation.fix
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_every_range_is_checked(tmp_path: Path, name: str) -> None:
+    assert name in all_flags()
+    flag = all_flags()[name]
+    argv = small_run(tmp_path, f"{flag.spelling} -1")
+    (violation,) = [v for v in violations(argv) if v.flag == flag.spelling]
+    assert violation.rule == RANGES[name].text
+    assert violation.given in ("-1 (command line)", "-1.0 (command line)")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("rollout_top_p", [1e-9, 1.0], [0.0, 1.1]),
+        ("lr_warmup_fraction", [0.0, 0.999, None], [1.0, -0.1]),
+        ("lr", [1e-9], [0.0, float("nan"), float("inf")]),
+        ("entropy_coef", [-1.0, 0.0], [float("nan"), float("-inf")]),
+        ("train_iters", [0, None], [-1]),
+        ("seed", [0, 2**31 - 1], [2**31]),
+    ],
+)
+def test_the_ends_of_ranges(name: str, good: list, bad: list) -> None:
+    assert [out_of_range(name, value) for value in good] == [None] * len(good)
+    assert None not in [out_of_range(name, value) for value in bad]
+
+
+# (flags, ranks, part of the note)
+WITHOUT_EFFECT = [
+    ("--allgather-cp", 1, "--allgather-cp has no effect with --context-parallel-size 1"),
+    ("--sequence-parallel", 1, "--sequence-parallel has no effect with --tensor-model"),
+    (
+        "--use-dynamic-batch-size --max-tokens-per-gpu 99 --micro-batch-size 2",
+        1,
+        "--micro-batch-size has no effect",
+    ),
+    (f"{ROLLOUT} --global-batch-size 3", 1, "--global-batch-size does not divide"),
+    ("--global-batch-size 1", 2, "--global-batch-size is less than the number of model replicas"),
+    ("--finetune", 1, "--finetune has no effect without --load"),
+    ("--no-load-optim", 1, "--no-load-optim has no effect without --load"),
+    ("--no-load-rng", 1, "--no-load-rng has no effect without --load"),
+    ("--no-save-optim", 1, "--no-save-optim has no effect without --save"),
+    ("--no-save-rng", 1, "--no-save-rng has no effect without --save"),
+]
+
+
+@pytest.mark.parametrize(("flags", "ranks", "note"), WITHOUT_EFFECT)
+def test_a_flag_without_effect_is_noted(tmp_path: Path, flags: str, ranks: int, note: str) -> None:
+    (found,) = resolved(tmp_path, flags, ranks).notes
+    assert note in found
+    assert "\n" not in found
+
+
+def test_every_note_has_a_case_and_a_plain_run_has_none(tmp_path: Path) -> None:
+    assert len(WITHOUT_EFFECT) == len(NOTES)
+    assert resolved(tmp_path).notes == ()
