@@ -2,7 +2,7 @@
 
 from slime_loss.advantages import compute_advantages, group_relative_advantages
 from slime_loss.aggregation import loss_weights, sample_weights
-from slime_loss.batch import KeptIds, LossOutput, TokenBatch, TokenLogProbs
+from slime_loss.batch import IGNORED_LABEL, KeptIds, LossOutput, TokenBatch, TokenLogProbs
 from slime_loss.config import (
     AdvantageConfig,
     AggregationConfig,
@@ -12,7 +12,27 @@ from slime_loss.config import (
     PolicyLossConfig,
     Violation,
 )
+from slime_loss.head import RLHead
+from slime_loss.head import RLHead
 from slime_loss.kl import approximate_kl
+from slime_loss.layout import (
+    ContiguousLayout,
+    PaddedLayout,
+    SequenceLayout,
+    ZigzagLayout,
+    redistribute,
+)
+from slime_loss.linear_log_probs import log_probs_from_hidden
+from slime_loss.log_probs import log_probs_from_logits
+from slime_loss.layout import (
+    ContiguousLayout,
+    PaddedLayout,
+    SequenceLayout,
+    ZigzagLayout,
+    redistribute,
+)
+from slime_loss.linear_log_probs import log_probs_from_hidden
+from slime_loss.log_probs import log_probs_from_logits
 from slime_loss.metrics import (
     Metric,
     Metrics,
@@ -29,26 +49,35 @@ __all__ = [
     "AggregationConfig",
     "CheckedConfig",
     "ConfigError",
+    "ContiguousLayout",
     "HeadConfig",
+    "IGNORED_LABEL",
     "KeptIds",
     "LossOutput",
     "Metric",
     "Metrics",
+    "PaddedLayout",
     "PolicyLossConfig",
+    "RLHead",
     "Reduction",
+    "SequenceLayout",
     "Surrogate",
     "TokenBatch",
     "TokenLogProbs",
     "TokenMetrics",
     "Violation",
+    "ZigzagLayout",
     "approximate_kl",
     "clipped_surrogate",
     "compute_advantages",
     "group_relative_advantages",
     "importance_log_ratio",
+    "log_probs_from_hidden",
+    "log_probs_from_logits",
     "loss_weights",
     "merge_metrics",
     "policy_loss",
+    "redistribute",
     "reduce_metrics",
     "sample_weights",
     "sft_loss",

@@ -124,7 +124,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """What a CPU does where a GPU would wait, record or release."""
 
 
-def _get_rng_state(_device: Any = None) -> Tensor:
+def _get_rng_state(device: Any = None) -> Tensor:  # noqa: ARG001
     return torch.get_rng_state()
 
 

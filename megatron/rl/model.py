@@ -66,9 +66,15 @@ class RLModel(GPTModel):
             return hidden_states
         return output_processor(
             hidden_states=hidden_states,
-            output_weight=self.shared_embedding_or_output_weight(),
+            output_weight=self._head_weight(),
             context=output_processor_context,
         )
+
+    def _head_weight(self) -> Tensor:
+        # core's method of that name takes any first stage's embedding, shared or not
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
 
 def rotary_of(config: RunConfig) -> Rotary:

@@ -1,0 +1,111 @@
+"""The first step is the same number on every layout: loss, gradient norm, every metric."""
+
+import pytest
+import torch
+from megatron.rl import cpu_backend
+from megatron.rl.arguments import resolve
+from megatron.rl.build import build_trainee, check_data, make_source
+from megatron.rl.initialize import World as RankWorld
+from megatron.rl.initialize import process_grid
+from megatron.rl.rollout import plan_rollout
+from megatron.rl.batching import build_micro_batch
+
+from tests.megatron.rl.tiny import RUN_FLAGS, write_llama, write_qwen3, write_rollouts
+from tests.spawn import World
+
+POLICY = ["--use-rollout-logprobs", "--entropy-coef=0.01", "--rollout-batch-size=4"]
+ONE_RANK = {
+    "by count": ["--micro-batch-size=2"],
+    "all at once": ["--micro-batch-size=16"],
+    "by tokens": ["--use-dynamic-batch-size", "--max-tokens-per-gpu=64"],
+    "bshd": ["--qkv-format=bshd", "--micro-batch-size=3"],
+}
+TWO_RANKS = {
+    "cp2 all-gather": ["--context-parallel-size=2", "--allgather-cp", "--micro-batch-size=3"],
+    "cp2 zigzag": ["--context-parallel-size=2", "--micro-batch-size=3"],
+    "cp2 dynamic": [
+        "--context-parallel-size=2",
+        "--allgather-cp",
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu=40",
+    ],
+    "tp2": ["--tensor-model-parallel-size=2", "--micro-batch-size=4"],
+    "tp2 sp": ["--tensor-model-parallel-size=2", "--sequence-parallel", "--micro-batch-size=4"],
+    "tp2 sp bshd": [
+        "--tensor-model-parallel-size=2",
+        "--sequence-parallel",
+        "--qkv-format=bshd",
+        "--micro-batch-size=3",
+    ],
+    "pp2": ["--pipeline-model-parallel-size=2", "--micro-batch-size=4"],
+    "dp2": ["--micro-batch-size=3"],
+    "dp2 distributed optimizer": ["--use-distributed-optimizer", "--micro-batch-size=3"],
+    "dp2 overlap": ["--overlap-grad-reduce", "--micro-batch-size=3"],
+}
+
+
+def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
+    """Build everything for `argv` and take the first step, within the running job."""
+    cpu_backend.install()
+    config = resolve(argv, world_size, has_driver=False)
+    world = RankWorld(rank, rank, world_size, launched=True)
+    with process_grid(config, world, torch.device("cpu")) as grid:
+        rollout = plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
+        trainee = build_trainee(config, grid)
+        step = rollout.steps[0]
+        result = trainee.step(
+            [
+                build_micro_batch(
+                    [rollout.trained(step, position) for position in pack],
+                    rollout.streams,
+                    config,
+                    grid,
+                )
+                for pack in step.micro_batches[grid.dp_rank]
+            ]
+        )
+    assert result.updated
+    return {**result.metrics, "grad_norm": result.grad_norm}
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    with World(1, timeout_s=120) as one, World(2, timeout_s=120) as two:
+        yield {1: one, 2: two}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def flags(request, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    write = {"llama": write_llama, "qwen3": write_qwen3}[request.param]
+    return [
+        *RUN_FLAGS,
+        *POLICY,
+        f"--hf-checkpoint={write(folder / 'hf')}",
+        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl')}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(worlds, flags) -> dict[str, float]:
+    [result] = worlds[1].run(first_step, 1, [*flags, "--micro-batch-size=1"])
+    assert result["grad_norm"] > 0.01
+    return result
+
+
+def assert_same(got: dict[str, float], expected: dict[str, float], name: str) -> None:
+    assert got.keys() == expected.keys()
+    for metric, value in expected.items():
+        assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name}: {metric}"
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_packing_changes_nothing(worlds, flags, reference, name):
+    [result] = worlds[1].run(first_step, 1, [*flags, *ONE_RANK[name]])
+    assert_same(result, reference, name)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_layout_changes_nothing(worlds, flags, reference, name):
+    for result in worlds[2].run(first_step, 2, [*flags, *TWO_RANKS[name]]):
+        assert_same(result, reference, name)
