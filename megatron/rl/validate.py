@@ -65,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         files = check_rollouts(args.files, rules, options)
     except BadRowsError as bad:
-        sys.stdout.write(_bad_as_json(bad) if args.json else _bad_as_text(bad))
+        _write(_bad_as_json(bad) if args.json else _bad_as_text(bad))
         return EXIT_BAD
     summary = files.summary
     text = json.dumps({"ok": True, "summary": dataclasses.asdict(summary)}, indent=2)
-    sys.stdout.write(f"{text if args.json else summary}\n")
+    _write(f"{text if args.json else summary}\n")
     return EXIT_GOOD
 
 
@@ -110,6 +110,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive: {value}")
     return value
+
+
+def _write(text: str) -> None:
+    """Print, even the name of a file that is no text."""
+    sys.stdout.write(text.encode(errors="backslashreplace").decode())
 
 
 def _bad_as_text(bad: BadRowsError) -> str:

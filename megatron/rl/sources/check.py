@@ -33,6 +33,8 @@ from megatron.rl.sources.scan import BadRow, Task, scan_tasks
 BYTES_PER_WORKER = 32 << 20
 """Below this a process of its own costs more than it saves."""
 MAX_WORKERS = 8
+BAR_DELAY = 1.0
+"""Seconds before a bar is shown: short work needs none."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -181,7 +183,9 @@ def _reporting(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
-    with tqdm(desc="checking rollouts", unit="B", unit_scale=True, disable=None, delay=1) as bar:
+    with tqdm(
+        desc="checking rollouts", unit="B", unit_scale=True, disable=None, delay=BAR_DELAY
+    ) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

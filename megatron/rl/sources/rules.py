@@ -28,16 +28,16 @@ def check_row(row: Row, rules: RowRules) -> None:
 
 
 def reward_of(row: Row, rules: RowRules) -> float:
-    """The row's reward as the run reads it; 0.0 where there is none and none is needed.
+    """The row's reward as the run reads it; 0.0 where no number is given and none is needed.
 
     Raises:
         BrokenRuleError: Missing, not finite, or a dict where a number is read (or the reverse).
     """
     reward = row.reward
-    if reward is None and not rules.need_reward:
-        return 0.0
-    if rules.reward_key is not None:
+    if rules.reward_key is not None and (reward is not None or rules.need_reward):
         return _reward_by_key(reward, rules.reward_key)
+    if not rules.need_reward and (reward is None or isinstance(reward, dict)):
+        return 0.0
     if reward is None:
         raise BrokenRuleError("reward", "must be given", None)
     if isinstance(reward, dict):

@@ -7,6 +7,7 @@ everything else needs `--trust-pickle`. A place is the position in `samples`.
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,12 +70,12 @@ class SlimeDump:
         except pickle.UnpicklingError as error:
             raise BadFileError(
                 "must hold plain values only (it is a pickle, which could run code)",
-                _first_line(error),
+                _cause(error),
                 "write the samples as JSONL, or pass --trust-pickle if you trust its writer",
             ) from None
         except Exception as error:  # a pickle's own code may raise anything
             fix = "write the dump again with torch.save"
-            raise BadFileError("must be readable by torch.load", _first_line(error), fix) from None
+            raise BadFileError("must be readable by torch.load", _cause(error), fix) from None
 
 
 def _known(sample: object) -> object:
@@ -102,8 +103,8 @@ def _numpy_globals() -> list[Any]:
     return [*named, np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in scalar_types)]
 
 
-def _first_line(error: Exception) -> str:
-    """torch explains a refusal on many lines; the one that names the culprit is enough."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line]
-    return (named or lines or [type(error).__name__])[0]
+def _cause(error: Exception) -> str:
+    """What the pickle asks for, where torch says so on one of its many lines; else the first."""
+    text = str(error).strip() or type(error).__name__
+    asked = re.search(r"GLOBAL (\S+)", text)
+    return asked[1] if asked else text.splitlines()[0]

@@ -6,6 +6,8 @@ import numpy as np
 
 from megatron.rl.sources.row import STATUSES
 
+NUM_SIZES_SHOWN = 5
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -76,12 +78,11 @@ class RolloutSummary:
     def __str__(self) -> str:
         """A small table."""
         samples, trained = self.num_samples, self.num_trained_tokens
-        sizes = ", ".join(f"{n} of {size}" for size, n in self.group_sizes.items())
         statuses = ", ".join(f"{n:,} {name}" for name, n in self.statuses.items())
         table = {
             "files": f"{self.num_files:,}",
             "samples": f"{samples:,} ({statuses})",
-            "groups": f"{self.num_groups:,} ({sizes})",
+            "groups": f"{self.num_groups:,} ({_sizes(self.group_sizes)})",
             "tokens": f"{self.num_tokens:,}, {self.num_response_tokens:,} of them response",
             "trained tokens": f"{trained:,} ({trained / self.num_response_tokens:.1%} of response)",
             "total length": _spread(self.total_length, ",.0f"),
@@ -94,6 +95,14 @@ class RolloutSummary:
             "bad rows": f"{self.num_bad_rows:,} skipped",
         }
         return "\n".join(f"{name:<18}{text}" for name, text in table.items())
+
+
+def _sizes(sizes: dict[int, int]) -> str:
+    """The sizes most groups have, as `14 of 8`."""
+    common = sorted(sizes.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{n:,} of {size}" for size, n in common[:NUM_SIZES_SHOWN])
+    others = len(common) - NUM_SIZES_SHOWN
+    return text if others <= 0 else f"{text}, and {others} other sizes"
 
 
 def _spread(spread: Spread, form: str) -> str:

@@ -30,7 +30,7 @@ def errors_of(paths: Sequence[str], options: ReadOptions | None = None) -> list[
     return caught.value.errors
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_parts_and_workers_change_nothing(
     num_workers: int, make_row: MakeRow, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
