@@ -162,6 +162,7 @@ def _fault(error: msgspec.ValidationError, record: Callable[[], Any]) -> BrokenR
     match = _MESSAGE.fullmatch(str(error))
     assert match is not None, "the pattern matches every text"
     rule, path = match["rule"].replace("`", ""), match["path"] or "line"
+    rule = rule.replace(" | null", "").replace("Number out of range", "must fit a 64-bit number")
     rule = re.sub("^Invalid enum value.*", f"must be one of {', '.join(STATUSES)}", rule)
     try:
         value = _at(record(), path)
