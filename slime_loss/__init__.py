@@ -13,17 +13,7 @@ from slime_loss.config import (
     Violation,
 )
 from slime_loss.head import RLHead
-from slime_loss.head import RLHead
 from slime_loss.kl import approximate_kl
-from slime_loss.layout import (
-    ContiguousLayout,
-    PaddedLayout,
-    SequenceLayout,
-    ZigzagLayout,
-    redistribute,
-)
-from slime_loss.linear_log_probs import log_probs_from_hidden
-from slime_loss.log_probs import log_probs_from_logits
 from slime_loss.layout import (
     ContiguousLayout,
     PaddedLayout,
@@ -45,13 +35,13 @@ from slime_loss.objective import policy_loss, sft_loss
 from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
 
 __all__ = [
+    "IGNORED_LABEL",
     "AdvantageConfig",
     "AggregationConfig",
     "CheckedConfig",
     "ConfigError",
     "ContiguousLayout",
     "HeadConfig",
-    "IGNORED_LABEL",
     "KeptIds",
     "LossOutput",
     "Metric",

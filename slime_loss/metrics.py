@@ -127,13 +127,13 @@ def reduce_metrics(metrics: Metrics, group: Groups = None) -> dict[str, float]:
     reductions = [metrics[name].reduction for name in names]
     value = torch.stack([metrics[name].value.detach().double() for name in names])
     count = torch.stack([metrics[name].count.detach().double() for name in names])
-    # A minimum travels as the maximum of the opposite. MAX of a backend may lose a NaN, so NaNs
-    # travel as flags.
+    # A minimum travels as the maximum of the opposite. A backend's MAX may lose a NaN, so a flag
+    # travels beside each extreme.
     sign = value.new_tensor([_SIGN.get(reduction, 0.0) for reduction in reductions])
-    extreme, is_nan = sign != 0, value.isnan()
+    extreme = sign != 0
     sums = torch.stack([torch.where(extreme, 0.0, value), count])
     maxima = torch.stack(
-        [torch.where(extreme & ~is_nan, sign * value, -torch.inf), (extreme & is_nan).double()]
+        [torch.where(extreme, sign * value, -torch.inf), (extreme & value.isnan()).double()]
     )
     for one_group in _as_groups(group):
         distributed.all_reduce(sums, distributed.ReduceOp.SUM, group=one_group)

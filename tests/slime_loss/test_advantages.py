@@ -59,7 +59,9 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(
     options: dict[str, object], dtype: torch.dtype, reward: float, size: int
 ) -> None:
     rewards, groups = as_tensors([reward] * size, [0] * size, dtype)
-    assert group_relative_advantages(rewards, groups, **options).tolist() == [0.0] * size
+    for eps in (1e-6, 0.0):
+        advantages = group_relative_advantages(rewards, groups, eps=eps, **options)
+        assert advantages.tolist() == [0.0] * size
 
 
 def test_leave_one_out_of_a_nearly_constant_group() -> None:

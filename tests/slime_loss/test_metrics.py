@@ -1,14 +1,14 @@
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
 
 from slime_loss import Metric, Metrics, Reduction, TokenMetrics, merge_metrics, reduce_metrics
+from tests.spawn import World
 
 NAN, INF = math.nan, math.inf
 MEAN, SUM, MIN, MAX = Reduction.MEAN, Reduction.SUM, Reduction.MIN, Reduction.MAX
@@ -166,10 +166,8 @@ REDUCED = {
 }
 
 
-def reduce_on_a_rank(rank: int, store: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    both, alone = distributed.new_group([0, 1]), [distributed.new_group([one]) for one in (0, 1)]
+def reduce_on_a_rank(rank: int) -> None:
+    both, alone = distributed.group.WORLD, [distributed.new_group([one]) for one in (0, 1)]
     # The order in which a rank happens to name its metrics must not matter.
     names = sorted(RANKS[rank], reverse=rank == 1)
     metrics = {name: RANKS[rank][name] for name in names}
@@ -179,8 +177,7 @@ def reduce_on_a_rank(rank: int, store: Path) -> None:
         assert reduced == pytest.approx(REDUCED, rel=0, abs=0, nan_ok=True)
     lonely = reduce_metrics(metrics, alone[rank])
     assert lonely == pytest.approx(reduce_metrics(metrics), rel=0, abs=0, nan_ok=True)
-    distributed.destroy_process_group()
 
 
-def test_ranks_are_reduced_by_the_declared_reduction(tmp_path: Path) -> None:
-    multiprocessing.spawn(reduce_on_a_rank, (tmp_path / "store",), nprocs=2)
+def test_ranks_are_reduced_by_the_declared_reduction(two_ranks: World) -> None:
+    two_ranks.run(reduce_on_a_rank)

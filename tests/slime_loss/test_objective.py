@@ -265,6 +265,16 @@ def test_the_first_trained_row_that_is_not_finite_is_named(name: str, bad: float
         assert sft_loss(log_probs, batch).first_nonfinite_row.item() == 6
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_a_log_prob_that_is_not_finite_is_named_even_where_the_clamp_hides_it(bad: float) -> None:
+    log_probs, batch = one_token(1.0, 1.0)
+    with torch.no_grad():
+        log_probs.fill_(bad)
+    output = policy_loss(log_probs, None, batch, PolicyLossConfig())
+    assert output.loss.isfinite()
+    assert output.first_nonfinite_row.item() == 0
+
+
 def test_a_coefficient_of_zero_keeps_its_term_out_of_the_loss() -> None:
     log_probs, entropy, batch = random_batch(8, 6)
     with torch.no_grad():
