@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -110,19 +113,20 @@ class PackedAttention(torch.nn.Module):
     """Replaces core's `core_attention` through a ModuleSpec; holds no parameter.
 
     Shapes: thd q [t, heads/tp, d], k and v [t, groups/tp, d]; bshd the same with [s, b] for [t].
-    Communicates over the context-parallel group only.
+    Communicates over the context-parallel group only. Core passes what other attention modules
+    need as well.
     """
 
     def __init__(
         self,
-        config,  # noqa: ANN001 -- core passes its TransformerConfig
-        layer_number: int,
-        attn_mask_type,  # noqa: ANN001 -- always causal here
-        attention_type: str,
+        config: TransformerConfig,
+        layer_number: int,  # noqa: ARG002 -- core passes it
+        attn_mask_type: AttnMaskType,  # noqa: ARG002 -- always causal here
+        attention_type: str,  # noqa: ARG002 -- core passes it
         *,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
-        pg_collection=None,  # noqa: ANN001 -- core's ProcessGroupCollection
-        **_,  # noqa: ANN003 -- core adds arguments of other attention modules
+        **_: Any,
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
@@ -134,10 +138,10 @@ class PackedAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | None,  # noqa: ARG002 -- core passes it
         *,
         packed_seq_params: PackedRows,
-        **_,  # noqa: ANN003 -- attn_mask_type and attention_bias of other attention modules
+        **_: Any,
     ) -> Tensor:
         """Attend; see the module docstring.
 
@@ -225,7 +229,7 @@ def flash_attention(
     The kernel aligns causality at the bottom right, as runs need. A sample of which this rank
     holds two runs (zigzag) has its keys laid out twice.
     """
-    from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 -- optional accelerator
+    from flash_attn import flash_attn_varlen_func
 
     query_lengths = torch.tensor([run.last - run.first for run in runs])
     key_lengths = torch.tensor([run.keys_end - run.keys for run in runs])

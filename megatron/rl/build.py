@@ -34,7 +34,7 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
     announce(config, source, total_steps)
     trainee = build_trainee(config, grid)
     scheduler = build_scheduler(config, trainee, total_steps)
-    checkpointer = Checkpointer(config, grid, trainee, scheduler)
+    checkpointer = Checkpointer(config, grid, trainee, scheduler, data_identity(config, source))
     restored = restore(config, checkpointer) or Restored(Progress(), {})
     return Trainer(
         config=config,
@@ -136,8 +136,13 @@ def row_rules(config: RunConfig) -> RowRules:
 
 
 def check_data(config: RunConfig) -> RolloutFiles:
-    """Check every row of `--rollout-data`; in this process alone."""
+    """Check every row of `--rollout-data`; in this process alone.
+
+    Skipped rows are written aside where the run leaves its files; a dry run writes nothing.
+    """
     aside = config.logging.tensorboard_dir or config.checkpoint.save
+    if config.runtime.dry_run:
+        aside = None
     options = ReadOptions(
         bad_rows=config.data.bad_rows,
         bad_rows_path=aside and str(Path(aside) / "bad_rows.jsonl"),
@@ -196,6 +201,19 @@ def announce(config: RunConfig, source: FileSource, total_steps: int) -> None:
     log_info(f"configuration:\n{config.to_yaml()}")
     log_info(f"layout:\n{config.layout.describe()}")
     log_info(f"rollouts:\n{source.describe()}\n{'optimizer steps':<18}{total_steps}")
+
+
+def data_identity(config: RunConfig, source: FileSource) -> dict[str, object]:
+    """What the number of a rollout and of a step within it mean."""
+    data = config.data
+    return {
+        "rollouts": source.files.fingerprint,
+        "rollouts_per_epoch": source.rollouts_per_epoch,
+        "global_batch_size": data.global_batch_size,
+        "num_steps_per_rollout": data.num_steps_per_rollout,
+        "shuffle": data.shuffle,
+        "seed": config.runtime.seed,
+    }
 
 
 def count_steps(source: FileSource, config: RunConfig) -> int:

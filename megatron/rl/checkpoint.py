@@ -101,12 +101,14 @@ class Checkpointer:
         grid: this rank; every method is called by all ranks together.
         trainee: model and optimizer.
         scheduler: learning rate and weight decay.
+        data: what the position in the data is counted in; a resumed run must have the same.
     """
 
     config: RunConfig
     grid: Grid
     trainee: Trainee
     scheduler: OptimizerParamScheduler
+    data: Mapping[str, Any]
 
     def save(self, progress: Progress, old_log_probs: Mapping[int, Tensor]) -> Path:
         """Write a checkpoint, point the tracker at it, delete the one that need not stay."""
@@ -117,13 +119,12 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = self._state(
-            is_loading=False, with_rng=not self.config.checkpoint.no_save_rng
-        )
+        state = self._state(is_loading=False, with_rng=not self.config.checkpoint.no_save_rng)
         state["contents"] = sorted(state)
         state["progress"] = asdict(progress)
         state["architecture"] = self._architecture()
         state["topology"] = self._topology()
+        state["data"] = dict(self.data)
         state["old_log_probs"] = self._everyones(old_log_probs)
         dist_checkpointing.save(state, str(partial), content_metadata=OPTIMIZER_METADATA)
         dist.barrier()
@@ -148,7 +149,7 @@ class Checkpointer:
         if directory is None:
             return None
         common = dist_checkpointing.load_common_state_dict(str(directory))
-        self._check_architecture(common, directory)
+        self._check_common(common, directory)
         state = self._load_state(directory, common)
         flags = self.config.checkpoint
         for name, chunk in self._named_chunks.items():
@@ -172,7 +173,7 @@ class Checkpointer:
         """The sharded state dict to write, or the one that says what to read."""
         flags = self.config.checkpoint
         state = self._model_state()
-        if (self._with_optimizer if is_loading else not flags.no_save_optim):
+        if self._with_optimizer if is_loading else not flags.no_save_optim:
             state["optimizer"] = self.trainee.optimizer.sharded_state_dict(
                 self._model_state(), is_loading, metadata=OPTIMIZER_METADATA
             )
@@ -241,15 +242,16 @@ class Checkpointer:
         values["tied"] = not self.config.model.untie_embeddings_and_output_weights
         return values
 
-    def _check_architecture(self, common: Mapping[str, Any], directory: Path) -> None:
-        saved, here = common["architecture"], self._architecture()
-        differences = [
-            f"{name}: checkpoint {saved.get(name)}, this run {value}"
-            for name, value in here.items()
-            if saved.get(name) != value
-        ]
+    def _check_common(self, common: Mapping[str, Any], directory: Path) -> None:
+        differences = _differences(common["architecture"], self._architecture())
+        fix = "use the flags that it was saved with"
+        if not differences and not self.config.checkpoint.finetune:
+            differences = _differences(common["data"], self.data)
+            fix = "use the same rollouts and batches, or --finetune to start anew from the weights"
         if differences:
-            raise CheckpointError(f"{directory} does not fit this run: " + "; ".join(differences))
+            raise CheckpointError(
+                f"{directory} does not fit this run: {'; '.join(differences)}; fix: {fix}"
+            )
 
     def _topology(self) -> dict[str, int]:
         layout = self.config.layout
@@ -262,9 +264,7 @@ class Checkpointer:
 
     def _rng_state(self) -> ShardedObject:
         world = self.grid.world
-        return ShardedObject(
-            "rng", rng_state(), (world.world_size,), (world.rank,), replica_id=0
-        )
+        return ShardedObject("rng", rng_state(), (world.world_size,), (world.rank,), replica_id=0)
 
     def _everyones(self, old_log_probs: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Old log-probs of every data-parallel rank's samples; the same on all ranks."""
@@ -275,7 +275,9 @@ class Checkpointer:
 
     def _newest(self) -> Path | None:
         """Rank 0's answer, so that all ranks load the same."""
-        found = [_newest_complete(Path(self.config.checkpoint.load)) if self.grid.is_writer else None]
+        found = [
+            _newest_complete(Path(self.config.checkpoint.load)) if self.grid.is_writer else None
+        ]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
@@ -283,6 +285,14 @@ class Checkpointer:
         keep = self.config.checkpoint.save_retain_interval
         if keep and previous is not None and previous != step and previous % keep:
             shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: checkpoint {saved.get(name)}, this run {value}"
+        for name, value in here.items()
+        if saved.get(name) != value
+    ]
 
 
 def read_tracker(root: Path) -> int | None:
@@ -324,7 +334,7 @@ def rng_state() -> dict[str, Any]:
     """The state of every generator of this process."""
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 -- megatron-core draws from it
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
@@ -336,7 +346,7 @@ def rng_state() -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Put every generator of this process back."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002 -- megatron-core draws from it
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,5 +1,6 @@
-"""Before every step all ranks compare what they are about to do: a difference is an error, not a
-hang. After a failure, one message says which rank, step, phase and samples.
+"""The step guard: ranks compare what they are about to do, and errors name where they happened.
+
+Before every step all ranks compare a small digest: a difference is an error, not a hang.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ def agree(digest: StepDigest, stop: int, grid: Grid) -> int:
     dist.all_gather_into_tensor(everyone.flatten(), mine)
     *columns, stops = everyone.cpu().T.tolist()
     differences = [
-        f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in strangers)
+        f"{name}: "
+        + ", ".join(f"rank {rank} has {value}" for rank, value in strangers)
         + f", rank 0 has {column[0]}"
         for name, column in zip(names, columns, strict=True)
         if (strangers := [(r, value) for r, value in enumerate(column) if value != column[0]])
     ]
     if differences:
         raise StepError(
-            f"ranks are about to take different steps (step {digest.step}); " + "; ".join(differences)
+            f"ranks are about to take different steps (step {digest.step}); "
+            + "; ".join(differences)
         )
     return max(stops)
 

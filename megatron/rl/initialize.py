@@ -157,6 +157,6 @@ def _seed(seed: int, groups: ProcessGroupCollection) -> None:
     """Seed every generator; pipeline stages differ, as in Megatron, so that layers do."""
     stage_seed = seed + 100 * groups.pp.rank()
     random.seed(stage_seed)
-    np.random.seed(stage_seed)  # noqa: NPY002 -- megatron-core draws from the legacy generator
+    np.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)

@@ -145,9 +145,7 @@ def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel
     )
 
 
-def _block_spec(
-    config: RunConfig, grid: Grid, vp_stage: int | None
-) -> TransformerBlockSubmodules:
+def _block_spec(config: RunConfig, grid: Grid, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Core's layer specs with our attention, and our norm where transformer-engine is absent."""
     transformer = config.transformer
     use_te = transformer.transformer_impl == "transformer_engine"

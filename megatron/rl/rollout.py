@@ -127,9 +127,7 @@ def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
     return frozenset(streams)
 
 
-def _plan_step(
-    positions: Iterable[int], samples: Sequence[Sample], config: RunConfig
-) -> StepPlan:
+def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunConfig) -> StepPlan:
     positions = tuple(positions)
     chosen = [samples[position] for position in positions]
     weights = sample_weights(
@@ -158,6 +156,4 @@ def _micro_batch_multiple(config: RunConfig) -> int:
     """The interleaved pipeline schedule wants whole rounds of micro-batches."""
     if config.layout.virtual_pipeline == 1:
         return 1
-    return (
-        config.transformer.microbatch_group_size_per_vp_stage or config.layout.pipeline_parallel
-    )
+    return config.transformer.microbatch_group_size_per_vp_stage or config.layout.pipeline_parallel

@@ -112,7 +112,8 @@ class Trainee:
             model=self.chunks,
             num_microbatches=len(micro_batches),
             # nominal: stages exchange the shapes of packed micro-batches
-            seq_length=max(m.input_ids.shape[1] for m in micro_batches) * transformer.context_parallel_size,
+            seq_length=max(m.input_ids.shape[1] for m in micro_batches)
+            * transformer.context_parallel_size,
             micro_batch_size=micro_batches[0].input_ids.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -128,7 +129,9 @@ class Trainee:
         groups = self.grid.groups
         reduced = [None]
         if self.grid.is_last_stage:
-            reduced = [reduce_metrics(merge_metrics([out.metrics for out in outputs]), groups.dp_cp)]
+            reduced = [
+                reduce_metrics(merge_metrics([out.metrics for out in outputs]), groups.dp_cp)
+            ]
         if self.grid.pp_size > 1:
             last = dist.get_process_group_ranks(groups.pp)[-1]
             dist.broadcast_object_list(reduced, src=last, group=groups.pp)

@@ -1,15 +1,17 @@
 """The first step is the same number on every layout: loss, gradient norm, every metric."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
 from megatron.rl import cpu_backend
 from megatron.rl.arguments import resolve
+from megatron.rl.batching import build_micro_batch
 from megatron.rl.build import build_trainee, check_data, make_source
 from megatron.rl.initialize import World as RankWorld
 from megatron.rl.initialize import process_grid
 from megatron.rl.rollout import plan_rollout
-from megatron.rl.batching import build_micro_batch
-
 from tests.megatron.rl.tiny import RUN_FLAGS, write_llama, write_qwen3, write_rollouts
 from tests.spawn import World
 
@@ -69,13 +71,13 @@ def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def worlds():
+def worlds() -> Iterator[dict[int, World]]:
     with World(1, timeout_s=120) as one, World(2, timeout_s=120) as two:
         yield {1: one, 2: two}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def flags(request, tmp_path_factory) -> list[str]:
+def flags(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp(request.param)
     write = {"llama": write_llama, "qwen3": write_qwen3}[request.param]
     return [
@@ -87,7 +89,7 @@ def flags(request, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reference(worlds, flags) -> dict[str, float]:
+def reference(worlds: dict[int, World], flags: list[str]) -> dict[str, float]:
     [result] = worlds[1].run(first_step, 1, [*flags, "--micro-batch-size=1"])
     assert result["grad_norm"] > 0.01
     return result
@@ -100,12 +102,16 @@ def assert_same(got: dict[str, float], expected: dict[str, float], name: str) ->
 
 
 @pytest.mark.parametrize("name", ONE_RANK)
-def test_packing_changes_nothing(worlds, flags, reference, name):
+def test_packing_changes_nothing(
+    worlds: dict[int, World], flags: list[str], reference: dict[str, float], name: str
+) -> None:
     [result] = worlds[1].run(first_step, 1, [*flags, *ONE_RANK[name]])
     assert_same(result, reference, name)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_layout_changes_nothing(worlds, flags, reference, name):
+def test_layout_changes_nothing(
+    worlds: dict[int, World], flags: list[str], reference: dict[str, float], name: str
+) -> None:
     for result in worlds[2].run(first_step, 2, [*flags, *TWO_RANKS[name]]):
         assert_same(result, reference, name)

@@ -4,12 +4,13 @@ import cmath
 
 import pytest
 import torch
-from megatron.rl.rotary import Llama3Scaling, Rotary, rotate
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron.rl.rotary import Llama3Scaling, Rotary, rotate
 
-def turned_one_by_one(x, position, rotary):
+
+def turned_one_by_one(x: list[float], position: int, rotary: Rotary) -> list[float]:
     """Channel i and channel i + half are one complex number that turns by position * frequency."""
     channels = int(rotary.head_dim * rotary.percent)
     half = channels // 2
@@ -23,7 +24,7 @@ def turned_one_by_one(x, position, rotary):
 
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 @pytest.mark.parametrize("base", [10000.0, 100000.0])
-def test_rotation_is_a_complex_turn_by_position(percent, base):
+def test_rotation_is_a_complex_turn_by_position(percent: float, base: float) -> None:
     rotary = Rotary(8, base, percent)
     positions = torch.tensor([0, 1, 17, 900])
     x = torch.randn(4, 3, 8, dtype=torch.float64)
@@ -36,7 +37,7 @@ def test_rotation_is_a_complex_turn_by_position(percent, base):
             )
 
 
-def test_products_depend_on_the_distance_alone():
+def test_products_depend_on_the_distance_alone() -> None:
     rotary = Rotary(16)
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
     near = rotate(q, *rotary.table(torch.tensor([5]))) * rotate(k, *rotary.table(torch.tensor([3])))
@@ -46,7 +47,7 @@ def test_products_depend_on_the_distance_alone():
     torch.testing.assert_close(near.sum(), far.sum(), rtol=0, atol=1e-5)
 
 
-def test_llama3_scaling_is_that_of_transformers():
+def test_llama3_scaling_is_that_of_transformers() -> None:
     config = LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,

@@ -1,0 +1,109 @@
+"""Real jobs for tests: pretrain_rl.py under torchrun or by itself, watched, killed, looked into."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+ROOT = Path(__file__).parents[2]
+TIMING = ("perf/", "mem-", "iteration-time")
+
+
+class Job:
+    """A started job; `wait` gives its exit code and what it said.
+
+    Args:
+        arguments: flags of pretrain_rl.py.
+        ranks: 0 starts the script by itself, more start it under torchrun.
+        log: file that collects what it says.
+    """
+
+    def __init__(self, arguments: list[str], *, ranks: int, log: Path) -> None:
+        launcher = [sys.executable]
+        if ranks:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*launcher, str(ROOT / "pretrain_rl.py"), *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                cwd=ROOT,
+            )
+
+    @property
+    def said(self) -> str:
+        """Everything printed so far."""
+        return self._log.read_text()
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that train, by rank."""
+        job = psutil.Process(self._process.pid)
+        found = [p for p in job.children() if any("pretrain_rl.py" in word for word in p.cmdline())]
+        return sorted(found or [job], key=lambda process: int(process.environ().get("RANK", 0)))
+
+    def wait(self, timeout: float = 180) -> int:
+        """The exit code; a job that does not end in time is killed and fails the test."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                process.kill()
+            self._process.kill()
+            raise AssertionError(f"the job did not end within {timeout} s:\n{self.said}") from None
+
+    def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        """Return as soon as the condition holds."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the job ended or stalled too early:\n{self.said}")
+            time.sleep(0.01)
+
+
+def run(arguments: list[str], *, ranks: int, log: Path, timeout: float = 180) -> tuple[int, str]:
+    """Start a job and wait: its exit code and what it said."""
+    job = Job(arguments, ranks=ranks, log=log)
+    return job.wait(timeout), job.said
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(TIMING)} for line in lines
+    ]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(checkpoint),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {k: v for k, v in _flat(state) if isinstance(v, torch.Tensor)}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found

@@ -1,0 +1,102 @@
+"""A run that is killed or stopped and resumed is the run that never was."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.end_to_end.job import Job, metrics, run, tensors
+from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
+
+SAMPLES, STEPS = 16, 18
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Rollouts of 8 samples in steps of 3, 3 and 2, so that old log-probs are recomputed."""
+    rollouts = write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
+    return [
+        *MODEL_FLAGS,
+        *RUN_FLAGS,
+        f"--rollout-data={rollouts}",
+        "--num-epochs=3",
+        "--rollout-batch-size=2",
+        "--global-batch-size=3",
+        "--micro-batch-size=2",
+        "--lr-decay-style=cosine",
+        "--lr-warmup-iters=2",
+        "--save-interval=4",
+        "--distributed-timeout-minutes=0.5",
+    ]
+
+
+def places(folder: Path) -> list[str]:
+    return [f"--save={folder}/save", f"--load={folder}/save", f"--tensorboard-dir={folder}/tb"]
+
+
+def check_same_run(folder: Path, reference: Path) -> None:
+    expected, got = tensors(last(reference)), tensors(last(folder))
+    assert got.keys() == expected.keys()
+    assert any("exp_avg" in name for name in got)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert metrics(folder / "tb") == metrics(reference / "tb")
+
+
+def last(folder: Path) -> Path:
+    return folder / "save" / f"iter_{STEPS:07d}"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    code, said = run([*flags, *places(folder)], ranks=2, log=folder / "log")
+    assert code == 0, said
+    assert len(metrics(folder / "tb")) == STEPS
+    return folder
+
+
+def test_the_uninterrupted_run_trains_every_sample(two_ranks: Path) -> None:
+    rows = metrics(two_ranks / "tb")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["batch-size"] for row in rows] == [3, 3, 2] * 6
+    assert rows[-1]["consumed-samples"] == 3 * SAMPLES
+    # the first step of a rollout is on policy, the later ones are not
+    assert all(row["train/ppo_kl"] == 0 for row in rows[::3])
+    assert any(row["train/ppo_kl"] != 0 for row in rows[1::3])
+
+
+def test_kill_and_resume_is_bit_identical(
+    flags: list[str], two_ranks: Path, tmp_path: Path
+) -> None:
+    job = Job([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log")
+    job.until(lambda: len(metrics(tmp_path / "tb")) >= 6)
+    job.workers()[1].kill()
+    assert job.wait(60) != 0
+    assert "rank 0, step" in job.said
+    assert len(metrics(tmp_path / "tb")) < STEPS
+    code, said = run([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log2")
+    assert code == 0, said
+    check_same_run(tmp_path, two_ranks)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_and_resume_is_bit_identical(
+    flags: list[str], two_ranks: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Stopped in the middle of a rollout: its old log-probs come back from the checkpoint."""
+    job = Job([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log")
+    job.until(lambda: len(metrics(tmp_path / "tb")) >= 7)
+    for worker in job.workers():
+        worker.send_signal(number)
+    assert job.wait(60) != 0
+    assert f": {number.name}" in job.said
+    assert "exitcode  : 75" in job.said
+    code, said = run([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log2")
+    assert code == 0, said
+    check_same_run(tmp_path, two_ranks)
