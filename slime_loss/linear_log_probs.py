@@ -24,9 +24,6 @@ from slime_loss.collectives import (
 from slime_loss.log_probs import check_rows_and_labels, checked_chunk_rows, compute_dtype
 from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals, VocabSoftmax
 
-# A chunk's logits, and two temporaries of that size while its softmax is worked on.
-_WORKING_BUFFERS = 3
-
 # Of the weight, or of its gradient, held in another precision at any one time.
 _BLOCK_BYTES = 8 * 2**20
 
@@ -69,8 +66,9 @@ def log_probs_from_hidden(  # noqa: PLR0913
         keep_mask: The columns that top-p or top-k sampling kept: log-probs are renormalised over
             them and the label's own. The entropy stays that of the full vocabulary.
         entropy: "none", "metric" (a value without gradient) or "loss" (with gradient).
-        chunk_rows: Rows projected at a time; None takes a quarter of memory_bytes.
-        memory_bytes: For logits at any one time. It decides how many chunks are kept.
+        chunk_rows: Rows projected at a time; None takes as many as memory_bytes allow.
+        memory_bytes: What logits and temporaries of their size may hold at any one time; it
+            decides how many chunks are kept for the backward.
 
     Returns:
         log_probs [T] and entropy [T] (None if not asked for), in nats.
@@ -107,9 +105,9 @@ def _plan_chunks(softmax: VocabSoftmax, chunk_rows: int | None, memory_bytes: in
     """Chunks whose working buffers, with what is kept beside them, hold memory_bytes or less."""
     row_bytes = max(softmax.num_columns, 1) * softmax.dtype.itemsize
     if chunk_rows is None:
-        chunk_rows = max(memory_bytes // ((_WORKING_BUFFERS + 1) * row_bytes), 1)
+        chunk_rows = max(memory_bytes // ((softmax.working_buffers + 1) * row_bytes), 1)
     chunk_bytes = min(chunk_rows, max(softmax.num_rows, 1)) * row_bytes
-    return _Plan(chunk_rows, max(memory_bytes // chunk_bytes - _WORKING_BUFFERS, 0))
+    return _Plan(chunk_rows, max(memory_bytes // chunk_bytes - softmax.working_buffers, 0))
 
 
 @dataclass(frozen=True)
@@ -172,8 +170,10 @@ class _LinearLogProbs(torch.autograd.Function):
         for number, chunk in enumerate(softmax.chunks(head.plan.chunk_rows)):
             is_kept = number < len(kept)
             scaled = kept[number] if is_kept else projection.scaled_logits(chunk)
-            grad_logits = softmax.gradient(scaled, chunk, totals, upstream)
-            projection.accumulate_(gradients, grad_logits, chunk)
+            # No name for the gradient: it must not outlive its turn, the next chunk needs the room.
+            projection.accumulate_(
+                gradients, softmax.gradient(scaled, chunk, totals, upstream), chunk
+            )
         grad_hidden, grad_weight, grad_bias = gradients
         return (
             None if grad_hidden is None else head.hidden_gradient(grad_hidden, ctx.hidden_dtype),

@@ -16,14 +16,12 @@ from torch.distributed import ProcessGroup
 
 from slime_loss.batch import IGNORED_LABEL, KeptIds
 from slime_loss.collectives import AutogradContext, all_gather_rows, group_rank, group_size
+from slime_loss.row_sums import merge_ranks, reduce_columns, weighted_exp
 
 EntropyMode = Literal["none", "metric", "loss"]
 """none: not computed; metric: a value without gradient; loss: a value with gradient."""
 
 _ALL = slice(None)
-
-# Stands in for -inf where that would meet a factor 0: its exp is 0 too, and the product is no NaN.
-_FLOOR = -1e20
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,12 @@ class VocabSoftmax:
         return self.rows.shape[0]
 
     @property
+    def working_buffers(self) -> int:
+        """How many [c, num_columns] there are at most while a chunk is worked on."""
+        logits_and_temporaries, masked_and_masks = 3, 2
+        return logits_and_temporaries + (0 if self._keep_mask is None else masked_and_masks)
+
+    @property
     def other_rows(self) -> Int64[Tensor, " others"]:
         """The rows that have no label."""
         is_other = torch.ones(self._num_tokens, dtype=torch.bool, device=self.rows.device)
@@ -144,9 +148,9 @@ class VocabSoftmax:
         has_entropy = self._entropy != "none"
         numbers = [self._at_label(scaled, chunk)]
         if self._keep_mask is not None:
-            numbers += _reduce_columns(self._kept(scaled, chunk), with_moment=False)
+            numbers += reduce_columns(self._kept(scaled, chunk), with_moment=False)
         if self._keep_mask is None or has_entropy:
-            numbers += _reduce_columns(scaled, with_moment=has_entropy)
+            numbers += reduce_columns(scaled, with_moment=has_entropy)
         return torch.stack(numbers, dim=1)
 
     def merge(self, statistics: Float[Tensor, "rows numbers"]) -> tuple[Tensor, Totals]:
@@ -161,9 +165,9 @@ class VocabSoftmax:
         ranks = all_gather_rows(statistics, self._group)
         ranks = ranks.view(group_size(self._group), *statistics.shape)
         label_logit, *numbers = ranks.unbind(-1)
-        policy = full = _merge_ranks(*numbers[-2 if self._entropy == "none" else -3 :])
+        policy = full = merge_ranks(*numbers[-2 if self._entropy == "none" else -3 :])
         if self._keep_mask is not None:
-            policy = _merge_ranks(*numbers[:2])
+            policy = merge_ranks(*numbers[:2])
         # Everything is relative to the largest logit: a large common offset leaves no trace.
         log_probs = (label_logit.sum(0) - policy.maximum) - policy.total.log()
         entropy = None
@@ -214,16 +218,16 @@ class VocabSoftmax:
         assert g is not None
         policy = -g / policy_sum
         if h is None:
-            gradient = _weighted_exp(self._kept(scaled, chunk), policy_max, policy)
+            gradient = weighted_exp(self._kept(scaled, chunk), policy_max, policy)
             return self._add_at_label(gradient, chunk, g)
         assert totals.entropy is not None
         slope = -h / full_sum
         constant = slope * (totals.entropy[chunk, None] - full_sum.log())
         if self._keep_mask is None:
-            gradient = _weighted_exp(scaled, full_max, policy + constant, slope)
+            gradient = weighted_exp(scaled, full_max, policy + constant, slope)
         else:
-            gradient = _weighted_exp(self._kept(scaled, chunk), policy_max, policy)
-            gradient += _weighted_exp(scaled, full_max, constant, slope)
+            gradient = weighted_exp(self._kept(scaled, chunk), policy_max, policy)
+            gradient += weighted_exp(scaled, full_max, constant, slope)
         return self._add_at_label(gradient, chunk, g)
 
     def _over_temperature(self, values: Tensor, chunk: slice) -> Tensor:
@@ -287,50 +291,6 @@ class VocabSoftmax:
             row = int(self.rows[wrong][0])
             raise ValueError(f"{rule}: temperature[{row}]={float(temperature[row])}")
         return chosen
-
-
-class _RowSums(NamedTuple):
-    """Of a row's columns: max u, sum e^(u - max), and sum e^(u - max) (u - max) if asked for."""
-
-    maximum: Tensor
-    total: Tensor
-    moment: Tensor | None = None
-
-
-def _reduce_columns(scaled: Tensor, *, with_moment: bool) -> list[Tensor]:
-    """The row sums of this rank's columns; those of an empty set where it has none."""
-    lowest = torch.finfo(scaled.dtype).min
-    if scaled.shape[1] == 0:
-        zero = scaled.new_zeros(scaled.shape[0])
-        return [zero + lowest, zero, zero] if with_moment else [zero + lowest, zero]
-    # Finite even where every column is -inf, so that differences with it are no NaN.
-    maximum = scaled.amax(1).clamp_min(lowest)
-    shifted = scaled - maximum.unsqueeze(1)
-    if not with_moment:
-        return [maximum, shifted.exp_().sum(1)]
-    weights = shifted.exp()
-    return [maximum, weights.sum(1), weights.mul_(shifted.clamp_min_(_FLOOR)).sum(1)]
-
-
-def _merge_ranks(maximum: Tensor, total: Tensor, moment: Tensor | None = None) -> _RowSums:
-    """The row sums over all ranks' columns, from [ranks, n] of each rank's own."""
-    top = maximum.amax(0)
-    gap = (maximum - top).clamp_min(_FLOOR)
-    weight = gap.exp()
-    if moment is not None:
-        moment = ((moment + gap * total) * weight).sum(0)
-    return _RowSums(top, (total * weight).sum(0), moment)
-
-
-def _weighted_exp(
-    scaled: Tensor, maximum: Tensor, constant: Tensor, slope: Tensor | None = None
-) -> Tensor:
-    """e^t (constant + slope t) with t = u - max, as a new tensor."""
-    shifted = scaled - maximum
-    if slope is None:
-        return shifted.exp_().mul_(constant)
-    weights = shifted.exp()
-    return weights.mul_(shifted.clamp_min_(_FLOOR).mul_(slope).add_(constant))
 
 
 def _labelled_rows(
