@@ -93,7 +93,8 @@ class DataConfig:
     """Passes over the rollout files."""
 
     rollout_batch_size: int | None = None
-    """Prompts per rollout; without it one rollout is one whole epoch."""
+    """Prompts per rollout; without it those of --num-steps-per-rollout steps of
+    --global-batch-size samples, and without that a whole epoch."""
 
     n_samples_per_prompt: int | None = None
     """Responses that every prompt must have in the rollout files; without it group sizes are
@@ -103,10 +104,11 @@ class DataConfig:
     """Rollouts to train on; without it all that the epochs give."""
 
     num_steps_per_rollout: int | None = None
-    """Optimizer steps per rollout: global batch size = samples of a rollout / this."""
+    """Optimizer steps per rollout; where --global-batch-size is not given it is the samples of a
+    rollout / this."""
 
     global_batch_size: int | None = None
-    """Samples per optimizer step; without it a rollout is one step."""
+    """Samples per optimizer step; without it and --num-steps-per-rollout a rollout is one step."""
 
     micro_batch_size: int = 1
     """Samples per micro-batch; not used with --use-dynamic-batch-size."""

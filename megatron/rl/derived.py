@@ -73,7 +73,7 @@ class DerivedLayout:
             ),
             samples_per_rollout=rollout,
             samples_per_step=step,
-            steps_per_rollout=_ceil_div(rollout, step),
+            steps_per_rollout=steps_per_rollout(data),
             micro_batches_per_rank=None
             if data.use_dynamic_batch_size
             else _ceil_div(step, data.micro_batch_size * data_parallel),
@@ -102,7 +102,7 @@ class DerivedLayout:
             "ranks": f"{self.world_size} = {ranks}",
             "vocabulary": f"{self.padded_vocab_size:,} = {self.vocab_size:,} + {padding:,} padding",
             "samples per rollout": _or(self.samples_per_rollout, "as the rollout files give"),
-            "samples per step": _or(self.samples_per_step, "one whole rollout"),
+            "samples per step": _or(self.samples_per_step, "as the rollout files give"),
             "steps per rollout": _or(self.steps_per_rollout, "as the rollout files give"),
             "micro-batches per rank": _or(self.micro_batches_per_rank, "as packing gives"),
             "tokens per pack": _or(self.tokens_per_pack, "not bounded"),
@@ -132,6 +132,13 @@ def samples_per_step(data: DataConfig) -> int | None:
         return data.global_batch_size
     rollout = samples_per_rollout(data)
     return rollout and rollout // (data.num_steps_per_rollout or 1)
+
+
+def steps_per_rollout(data: DataConfig) -> int | None:
+    """Optimizer steps of one rollout, None where only the rollout files can tell."""
+    if data.global_batch_size is None:
+        return data.num_steps_per_rollout or 1
+    return _ceil_div(samples_per_rollout(data), data.global_batch_size)
 
 
 def row_multiple(transformer: TransformerConfig) -> int:

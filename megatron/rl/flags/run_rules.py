@@ -38,16 +38,6 @@ BATCHES = (
         "num_steps_per_rollout",
         lambda s: (
             s.num_steps_per_rollout is not None
-            and s.rollout_samples is None
-            and s.global_batch_size is None
-        ),
-        "needs --rollout-batch-size and --n-samples-per-prompt, the samples of a rollout",
-        "add them, or give --global-batch-size in place of --num-steps-per-rollout",
-    ),
-    Rule(
-        "num_steps_per_rollout",
-        lambda s: (
-            s.num_steps_per_rollout is not None
             and s.rollout_samples is not None
             and s.rollout_samples % s.num_steps_per_rollout != 0
         ),
@@ -67,17 +57,6 @@ BATCHES = (
         "--rollout-batch-size {rollout_batch_size} times --n-samples-per-prompt "
         "{n_samples_per_prompt}",
         "leave --global-batch-size out: it follows from the others",
-    ),
-    Rule(
-        "num_steps_per_rollout",
-        lambda s: (
-            s.num_steps_per_rollout is not None
-            and s.rollout_samples is None
-            and s.global_batch_size is not None
-        ),
-        "says the same as --global-batch-size {global_batch_size} where the samples of a rollout "
-        "are not given",
-        "leave one of the two out",
     ),
     Rule(
         "global_batch_size",

@@ -381,7 +381,7 @@ def test_an_error_holds_all_its_violations(tmp_path: Path) -> None:
 def test_a_job_of_two_ranks_prints_once_and_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     argv = [*command, "pretrain_rl.py", *small_run(tmp_path, f"{MODEL} --lr -1 --no-such-flag")]
-    job = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    job = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert job.returncode != 0
     assert job.stderr.count("2 problems with the flags, nothing was started") == 1
     assert job.stderr.count("--lr must be > 0: -1.0 (command line)") == 1

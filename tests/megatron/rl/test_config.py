@@ -29,7 +29,7 @@ def test_the_layout_of_a_plain_run(tmp_path: Path) -> None:
     assert (layout.vocab_size, layout.padded_vocab_size) == (1000, 1024)
     assert layout.samples_per_rollout is None
     assert layout.samples_per_step is None
-    assert layout.steps_per_rollout is None
+    assert layout.steps_per_rollout == 1
     assert layout.micro_batches_per_rank is None
     assert layout.row_multiple == 1
 
@@ -55,7 +55,9 @@ def test_ranks_are_divided_over_all_kinds_of_parallelism(tmp_path: Path) -> None
         ("--rollout-batch-size 8 --n-samples-per-prompt 4 --num-steps-per-rollout 4", 32, 8, 4, 4),
         ("--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 12", 32, 12, 3, 6),
         ("--global-batch-size 12 --micro-batch-size 4", None, 12, None, 2),
-        ("--rollout-batch-size 8", None, None, None, None),
+        ("--rollout-batch-size 8", None, None, 1, None),
+        ("--rollout-batch-size 8 --num-steps-per-rollout 3", None, None, 3, None),
+        ("--global-batch-size 12 --num-steps-per-rollout 3", None, 12, None, 6),
     ],
 )
 def test_batches_follow_from_what_is_given(
