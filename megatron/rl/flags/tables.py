@@ -77,9 +77,11 @@ NOT_OFFERED = {
         "transformer.min_offloaded_tensor_size",
         "optimizer.overlap_param_gather_with_optimizer_step",
     ): "the training step does not do it",
-    ("transformer.moe_per_layer_logging", "transformer.moe_enable_routing_replay"): (
-        "nothing here reads what it records"
-    ),
+    (
+        "transformer.moe_per_layer_logging",
+        "transformer.moe_enable_routing_replay",
+        "optimizer.log_num_zeros_in_grad",
+    ): "nothing here reads what it records",
     (
         "transformer.moe_extended_tp",
         "transformer.async_tensor_model_parallel_allreduce",
@@ -90,6 +92,8 @@ NOT_OFFERED = {
         "transformer.moe_token_dropping",
         "transformer.moe_use_legacy_grouped_gemm",
         "transformer.fp8_interval",
+        "transformer.apply_residual_connection_post_layernorm",
+        "optimizer.main_grads_dtype",
         "ddp.use_custom_fsdp",
     ): "megatron-core ignores it or has a newer flag for it",
     (

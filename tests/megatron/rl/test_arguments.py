@@ -232,8 +232,8 @@ def test_what_core_refuses_is_a_violation(tmp_path: Path) -> None:
     assert violation.flag == "--recompute-modules"
     assert "is refused by megatron-core's TransformerConfig" in violation.rule
     assert "everything" in violation.given
-    (violation,) = violations(small_run(tmp_path, "--main-grads-dtype bf16"))
-    assert violation.flag == "--main-grads-dtype"
+    (violation,) = violations(small_run(tmp_path, "--main-params-dtype bf16"))
+    assert violation.flag == "--main-params-dtype"
     assert violation.given == "bf16 (command line)"
 
 
@@ -332,7 +332,7 @@ def test_the_saved_configuration_is_plain_yaml(tmp_path: Path) -> None:
     values = yaml.safe_load(resolved(tmp_path, "--bf16 --dry-run").to_yaml())
     assert values["bf16"] is True
     assert values["attention_backend"] == "auto"
-    assert values["main_grads_dtype"] == "fp32"
+    assert values["main_params_dtype"] == "fp32"
     assert values["rollout_data"] == [str(tmp_path / "rollouts.jsonl")]
     assert not {"config", "dry_run"} & values.keys()
 

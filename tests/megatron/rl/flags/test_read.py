@@ -102,7 +102,7 @@ def test_a_file_takes_both_spellings_and_megatrons_names(tmp_path: Path) -> None
         load-rng: true
         rollout_data: one.jsonl
         attention_backend: flash
-        main_grads_dtype: bf16
+        main_params_dtype: bf16
         moe_layer_freq: [0, 1]
         kv_channels: null
         """,
@@ -120,12 +120,12 @@ def test_a_file_takes_both_spellings_and_megatrons_names(tmp_path: Path) -> None
         "no_load_rng": False,
         "rollout_data": ("one.jsonl",),
         "attention_backend": given["attention_backend"].value,
-        "main_grads_dtype": given["main_grads_dtype"].value,
+        "main_params_dtype": given["main_params_dtype"].value,
         "moe_layer_freq": [0, 1],
         "kv_channels": None,
     }
     assert given["attention_backend"].value.name == "flash"
-    assert str(given["main_grads_dtype"].value) == "torch.bfloat16"
+    assert str(given["main_params_dtype"].value) == "torch.bfloat16"
     assert given["min_lr"].origin == f"{file}:2"
 
 
