@@ -106,10 +106,11 @@ def test_values_and_gradients_are_those_of_the_loop(
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_minus_infinity_anywhere_but_at_the_label(mask: bool) -> None:
+@pytest.mark.parametrize("suppressed", [-math.inf, -1e300])
+def test_suppressed_columns_anywhere_but_at_the_label(mask: bool, suppressed: float) -> None:
     logits = random_logits().detach()
-    logits[:, 1] = -math.inf
-    logits[3, :6] = -math.inf
+    logits[:, 1] = suppressed
+    logits[3, :6] = suppressed
     leaf = logits.requires_grad_()
     keep = random_mask() if mask else None
     result = log_probs_from_logits(leaf, LABELS, keep_mask=keep, entropy="loss")

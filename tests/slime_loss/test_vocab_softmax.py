@@ -115,12 +115,14 @@ def sharded_equals_whole(rank: int, vocab_size: int) -> list[Tensor]:
     columns = slice(rank * num_columns, (rank + 1) * num_columns)
     generator = torch.Generator().manual_seed(vocab_size)
     whole = 3 * torch.randn(9, size * num_columns, generator=generator, dtype=torch.float64)
-    whole[4] = -math.inf
-    whole[4, vocab_size - 2 :] = 1e4
+    # Ranks with nothing but suppressed columns, in both ways of suppressing one.
+    whole[3], whole[4] = torch.finfo(torch.float64).min, -math.inf
+    whole[3:5, vocab_size - 2 :] = 1e4
     keep = torch.rand(whole.shape, generator=generator) < 0.4
     keep[1], keep[7] = False, True
     labels = torch.randint(0, vocab_size, (9,), generator=generator)
-    labels[4], labels[5], labels[0] = vocab_size - 1, -100, 0
+    labels[3:6] = torch.tensor([vocab_size - 1, vocab_size - 1, -100])
+    labels[0] = 0
     outputs = []
     for entropy in ("none", "metric", "loss"):
         for mask in (None, keep):
