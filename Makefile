@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 TORCH_STAMP := $(STAMPS)/$(subst =,-,$(TORCH))
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 RUN := runs/quickstart
 # One thread a rank: ranks share the cores, and sums do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
@@ -27,12 +28,27 @@ help: ## List these targets
 
 install: $(STAMPS)/run ## Make .venv and install what a run needs
 
-quickstart: $(STAMPS)/run ## Train a small model on real rollouts, 2 ranks, CPU; again: continue
-	$(BIN)/torchrun --standalone --nproc-per-node 2 pretrain_rl.py --config examples/quickstart.yaml
-	$(BIN)/python tools/plot_run.py $(RUN)/tensorboard --output $(RUN)/curves.png
+quickstart: $(RUN)/sft/curves.png $(RUN)/grpo/curves.png ## Train a small model on real rollouts: imitation, then GRPO
 	@echo
-	@echo "curves       $(RUN)/curves.png"
-	@echo "TensorBoard  $(BIN)/tensorboard --logdir $(RUN)/tensorboard"
+	@echo "Pictures      $^"
+	@echo "TensorBoard   $(BIN)/tensorboard --logdir $(RUN)"
+	@echo "Numbers       $(RUN)/grpo/tensorboard/metrics.jsonl"
+	@echo "Start over    rm -r $(RUN)"
+	@echo "Next, the same run with another parallel layout, and both over each other:"
+	@echo "  $(TORCHRUN) pretrain_rl.py --config examples/grpo.yaml \\"
+	@echo "      --load $(RUN)/sft/checkpoints --finetune --save runs/tp/checkpoints --tensorboard-dir runs/tp/tensorboard \\"
+	@echo "      --context-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel"
+	@echo "  $(BIN)/python tools/plot_run.py $(RUN)/grpo runs/tp --output runs/layouts.png"
+
+# Stopped runs go on where their last checkpoint is; finished ones are not run again.
+$(RUN)/sft/curves.png: examples/quickstart.yaml | $(STAMPS)/run
+	$(TORCHRUN) pretrain_rl.py --config $<
+	$(BIN)/python tools/plot_run.py $(RUN)/sft --output $@
+
+$(RUN)/grpo/curves.png: examples/grpo.yaml $(RUN)/sft/curves.png | $(STAMPS)/run
+	$(TORCHRUN) pretrain_rl.py --config $< \
+		$$([ -e $(RUN)/grpo/checkpoints/latest_checkpointed_iteration.txt ] || echo --load $(RUN)/sft/checkpoints --finetune)
+	$(BIN)/python tools/plot_run.py $(RUN)/grpo --output $@
 
 test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTEST_ARGS=...)
 	$(BIN)/pytest -m "not slow" --session-timeout=1800 $(PYTEST_ARGS)

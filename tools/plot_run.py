@@ -38,7 +38,7 @@ SKIPPED = "skipped-iterations"
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LineStyle = Literal["-", "--", ":", "-."]
 LINE_STYLES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
-NUM_COLUMNS = 4
+MAX_COLUMNS = 4
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -64,7 +64,7 @@ class Panel:
     title: str
     names: tuple[str, ...]
     is_noisy: bool = True
-    """Long runs are smoothed; a schedule is not."""
+    """Long runs are smoothed; a schedule is not, and is drawn from 0 on."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Look:
 PANELS = (
     Panel("Loss", ("train/loss", "train/pg_loss", "train/kl_loss")),
     Panel("Reward", ("rollout/raw_reward/mean",)),
-    Panel("Entropy (nats)", ("train/entropy", "train/entropy_loss")),
+    Panel("Entropy (nats)", ("train/entropy",)),
     Panel(
         "Clipped share of tokens",
         ("train/pg_clipfrac", "train/pg_clipfrac_high", "train/pg_clipfrac_low"),
@@ -192,14 +192,22 @@ def choose_panels(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Pa
         if missing:
             raise RunFileError(f"metrics must be in a run: {missing}; there are {sorted(existing)}")
         return [Panel(name, (name,)) for name in metrics]
-    reduced = [
-        Panel(panel.title, tuple(n for n in panel.names if n in existing), panel.is_noisy)
-        for panel in PANELS
-    ]
+    reduced = [replace(panel, names=_distinct(panel.names, runs)) for panel in PANELS]
     chosen = [panel for panel in reduced if panel.names]
     if not chosen:
         raise RunFileError(f"a run must have metrics to draw: there are {sorted(existing)}")
     return chosen
+
+
+def _distinct(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...]:
+    """Those that a run has, without any that is the same curve as one before it in every run."""
+    chosen: dict[tuple[bytes | None, ...], str] = {}
+    for name in names:
+        curves = [run.series.get(name) for run in runs]
+        key = tuple(None if curve is None else curve.tobytes() for curve in curves)
+        if any(key):
+            chosen.setdefault(key, name)
+    return tuple(chosen.values())
 
 
 def draw(runs: Sequence[Run], panels: Sequence[Panel], width: int | None) -> Figure:
@@ -210,8 +218,8 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel], width: int | None) -> Fig
         panels: drawn row by row.
         width: steps to smooth over; None smooths over a twentieth of a run, from 40 steps on.
     """
-    num_columns = min(NUM_COLUMNS, len(panels))
-    num_rows = math.ceil(len(panels) / num_columns)
+    num_rows = math.ceil(len(panels) / MAX_COLUMNS)
+    num_columns = math.ceil(len(panels) / num_rows)
     with rc_context(STYLE):
         figure = Figure((3.6 * num_columns, 2.6 * num_rows + 0.4), dpi=130, layout="constrained")
         grid = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
@@ -240,6 +248,9 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run], width: int | None
                 _draw_curve(axes, run, name, _look(i, j, len(runs)), steps)
         for step in run.steps[run.skipped]:
             axes.axvline(step, color=_look(i, 0, len(runs)).color, alpha=0.2, linewidth=3)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    if not panel.is_noisy:
+        axes.set_ylim(bottom=0)
     if len(panel.names) > 1:
         looks = [_look(0, j, len(runs)) for j in range(len(panel.names))]
         if len(runs) > 1:  # colours tell runs apart, so only the line styles are explained here

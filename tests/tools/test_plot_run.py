@@ -136,13 +136,26 @@ class TestChoosePanels:
             {
                 name: np.ones(1)
                 for name in ("train/loss", "train/pg_clipfrac", "train/pg_clipfrac_low", "other")
-            },
+            }
+            | {"train/pg_clipfrac": np.zeros(1)},
         )
         panels = plot_run.choose_panels([run], None)
         assert [(panel.title, panel.names) for panel in panels] == [
             ("Loss", ("train/loss",)),
             ("Clipped share of tokens", ("train/pg_clipfrac", "train/pg_clipfrac_low")),
         ]
+
+    def test_leaves_out_a_curve_that_another_one_covers(self) -> None:
+        loss, other = np.array([1.0, math.nan]), np.array([1.0, 0.5])
+        same = plot_run.Run(
+            "same", np.array([1, 2]), {"train/loss": loss, "train/pg_loss": loss.copy()}
+        )
+        differs = plot_run.Run(
+            "differs", np.array([1, 2]), {"train/loss": loss, "train/pg_loss": other}
+        )
+        both = ("train/loss", "train/pg_loss")
+        assert [panel.names for panel in plot_run.choose_panels([same], None)] == [both[:1]]
+        assert [panel.names for panel in plot_run.choose_panels([same, differs], None)] == [both]
 
     def test_takes_what_is_asked_for(self) -> None:
         run = plot_run.Run("run", np.array([1]), {"a": np.ones(1), "b": np.ones(1)})

@@ -22,6 +22,7 @@ from megatron.rl.logging import (
     ConsoleLine,
     MetricsFile,
     RunLogger,
+    log_error,
     log_info,
     log_warning,
     memory_scalars,
@@ -375,11 +376,17 @@ class TestMessages:
         setup_messages(rank=3)
         log_info("the same everywhere")
         log_warning("the same everywhere")
+        log_error("the same everywhere")
         log_warning("slow disk", every_rank=True)
         out, err = capsys.readouterr()
         assert out == ""
         assert err.endswith("rank 3] WARNING: slow disk\n")
         assert err.count("\n") == 1
+
+    def test_every_rank_may_say_why_it_ends(self, capsys: pytest.CaptureFixture[str]) -> None:
+        setup_messages(rank=3)
+        log_error("out of memory", every_rank=True)
+        assert capsys.readouterr().err.endswith("rank 3] ERROR: out of memory\n")
 
     def test_a_second_setup_replaces_the_first(self, capsys: pytest.CaptureFixture[str]) -> None:
         setup_messages(rank=0)
