@@ -198,8 +198,7 @@ def dry_run(config: RunConfig, world: World) -> None:
 
 def announce(config: RunConfig, source: FileSource, total_steps: int) -> None:
     """Print the resolved configuration, the layout and the data, once."""
-    log_info(f"configuration:\n{config.to_yaml()}")
-    log_info(f"layout:\n{config.layout.describe()}")
+    log_info(f"configuration:\n{config.describe()}")
     log_info(f"rollouts:\n{source.describe()}\n{'optimizer steps':<18}{total_steps}")
 
 

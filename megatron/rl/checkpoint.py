@@ -9,11 +9,10 @@ always complete.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,15 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.rl.config import RunConfig
+from megatron.rl.flags.machine import TRACKER
 from megatron.rl.initialize import Grid
+from megatron.rl.logging import log_warning
+from megatron.rl.model import RLModel, unwrap
 from megatron.rl.step import Trainee
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 OPTIMIZER_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -52,8 +52,6 @@ ARCHITECTURE = (
     "gated_linear_unit",
     "num_moe_experts",
 )
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointError(Exception):
@@ -152,8 +150,7 @@ class Checkpointer:
         self._check_common(common, directory)
         state = self._load_state(directory, common)
         flags = self.config.checkpoint
-        for name, chunk in self._named_chunks.items():
-            chunk.load_state_dict(state[name], strict=True)
+        _fill(self._chunks, state)
         if self._with_optimizer:
             self.trainee.optimizer.load_state_dict(state["optimizer"])
             self._load_scheduler(state["scheduler"])
@@ -172,27 +169,19 @@ class Checkpointer:
     def _state(self, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
         """The sharded state dict to write, or the one that says what to read."""
         flags = self.config.checkpoint
-        state = self._model_state()
+        state = _sharded(self._chunks)
         if self._with_optimizer if is_loading else not flags.no_save_optim:
             state["optimizer"] = self.trainee.optimizer.sharded_state_dict(
-                self._model_state(), is_loading, metadata=OPTIMIZER_METADATA
+                _sharded(self._chunks), is_loading, metadata=OPTIMIZER_METADATA
             )
             state["scheduler"] = self.scheduler.state_dict()
         if with_rng:
             state["rng"] = self._rng_state()
         return state
 
-    def _model_state(self) -> dict[str, Any]:
-        return {
-            name: chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA)
-            for name, chunk in self._named_chunks.items()
-        }
-
     @property
-    def _named_chunks(self) -> dict[str, MegatronModule]:
-        chunks = self.trainee.chunks
-        names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-        return dict(zip(names, chunks, strict=True))
+    def _chunks(self) -> list[RLModel]:
+        return [unwrap(chunk) for chunk in self.trainee.chunks]
 
     def _load_state(self, directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
         if self._with_optimizer and "optimizer" not in common["contents"]:
@@ -202,14 +191,9 @@ class Checkpointer:
             )
         with_rng = self._rng_fits(common)
         whole = self._with_optimizer and (with_rng or "rng" not in common["contents"])
-        try:
-            return dist_checkpointing.load(
-                self._state(is_loading=True, with_rng=with_rng),
-                str(directory),
-                strict=StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED,
-            )
-        except Exception as error:
-            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+        return _load_strictly(
+            self._state(is_loading=True, with_rng=with_rng), directory, whole=whole
+        )
 
     def _rng_fits(self, common: Mapping[str, Any]) -> bool:
         """Generators belong to ranks: they are restored where the ranks are the same."""
@@ -217,12 +201,10 @@ class Checkpointer:
         flags = self.config.checkpoint
         if "rng" not in common["contents"] or flags.no_load_rng or flags.finetune:
             return False
-        if saved != here and self.grid.is_writer:
-            logger.warning(
-                "random number generators start anew: the checkpoint has the layout %s, "
-                "this run %s",
-                saved,
-                here,
+        if saved != here:
+            log_warning(
+                f"random number generators start anew: the checkpoint has the layout {saved}, "
+                f"this run {here}"
             )
         return saved == here
 
@@ -287,6 +269,45 @@ class Checkpointer:
             shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
 
 
+def load_model_weights(chunks: list[RLModel], directory: Path) -> None:
+    """Fill models of any layout with the weights of a checkpoint, and nothing else.
+
+    Args:
+        chunks: this rank's model chunks, not wrapped.
+        directory: a checkpoint (`iter_...`), or a directory of them: its newest complete one.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a tensor does not fit.
+    """
+    found = directory if _is_complete(directory) else _newest_complete(directory)
+    if found is None:
+        raise CheckpointError(f"{directory} holds no complete checkpoint")
+    _fill(chunks, _load_strictly(_sharded(chunks), found, whole=False))
+
+
+def _sharded(chunks: Sequence[RLModel]) -> dict[str, Any]:
+    """What of the model is read or written, under names that know no layout."""
+    return {"model": [chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA) for chunk in chunks]}
+
+
+def _fill(chunks: Sequence[RLModel], state: Mapping[str, Any]) -> None:
+    for chunk, of_chunk in zip(chunks, state["model"], strict=True):
+        chunk.load_state_dict(of_chunk, strict=True)
+
+
+def _load_strictly(state: dict[str, Any], directory: Path, *, whole: bool) -> dict[str, Any]:
+    """Read what `state` asks for: all of it must be there, and with `whole` nothing more."""
+    strict = StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED
+    try:
+        return dist_checkpointing.load(state, str(directory), strict=strict)
+    except Exception as error:
+        raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+
+
+def _is_complete(path: Path) -> bool:
+    return dist_checkpointing.check_is_distributed_checkpoint(str(path))
+
+
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: checkpoint {saved.get(name)}, this run {value}"
@@ -317,16 +338,12 @@ def _newest_complete(root: Path) -> Path | None:
     """The tracker's checkpoint; where that one is broken, the newest complete one."""
     step = read_tracker(root)
     named = None if step is None else root / f"iter_{step:07d}"
-    if named is not None and dist_checkpointing.check_is_distributed_checkpoint(str(named)):
+    if named is not None and _is_complete(named):
         return named
-    complete = [
-        path
-        for path in sorted(root.glob("iter_*[0-9]"))
-        if dist_checkpointing.check_is_distributed_checkpoint(str(path))
-    ]
+    complete = [path for path in sorted(root.glob("iter_*[0-9]")) if _is_complete(path)]
     newest = complete[-1] if complete else None
     if named is not None:
-        logger.warning("checkpoint %s is missing or incomplete; loading %s", named, newest)
+        log_warning(f"checkpoint {named} is missing or incomplete; loading {newest}")
     return newest
 
 

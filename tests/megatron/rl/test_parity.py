@@ -3,15 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from megatron.rl import cpu_backend
-from megatron.rl.arguments import resolve
-from megatron.rl.batching import build_micro_batch
-from megatron.rl.build import build_trainee, check_data, make_source
-from megatron.rl.initialize import World as RankWorld
-from megatron.rl.initialize import process_grid
-from megatron.rl.rollout import plan_rollout
+from tests.megatron.rl.running import running
 from tests.megatron.rl.tiny import RUN_FLAGS, write_llama, write_qwen3, write_rollouts
 from tests.spawn import World
 
@@ -47,25 +40,9 @@ TWO_RANKS = {
 
 
 def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
-    """Build everything for `argv` and take the first step, within the running job."""
-    cpu_backend.install()
-    config = resolve(argv, world_size, has_driver=False)
-    world = RankWorld(rank, rank, world_size, launched=True)
-    with process_grid(config, world, torch.device("cpu")) as grid:
-        rollout = plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
-        trainee = build_trainee(config, grid)
-        step = rollout.steps[0]
-        result = trainee.step(
-            [
-                build_micro_batch(
-                    [rollout.trained(step, position) for position in pack],
-                    rollout.streams,
-                    config,
-                    grid,
-                )
-                for pack in step.micro_batches[grid.dp_rank]
-            ]
-        )
+    """Loss, metrics and gradient norm of the first step on this layout."""
+    with running(rank, world_size, argv) as run:
+        result = run.trainee.step(run.micro_batches())
     assert result.updated
     return {**result.metrics, "grad_norm": result.grad_norm}
 

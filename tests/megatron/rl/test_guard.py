@@ -1,0 +1,65 @@
+"""Ranks that are about to do different things say so, by name, instead of hanging."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.rl.guard import StepDigest, StepError, agree, phase
+from megatron.rl.initialize import World as RankWorld
+from tests.spawn import World
+
+SAME = StepDigest(
+    step=7, rollout=2, num_micro_batches=3, samples=12345, skipped_steps=0, configuration=99
+)
+
+
+def grid_of(rank: int, world_size: int) -> SimpleNamespace:
+    return SimpleNamespace(world=RankWorld(rank, rank, world_size), device=torch.device("cpu"))
+
+
+def agree_or_say_why(rank: int, differing: dict[int, dict[str, int]], stops: list[int]) -> str:
+    digest = replace(SAME, **differing.get(rank, {}))
+    try:
+        return f"stop {agree(digest, stops[rank], grid_of(rank, len(stops)))}"
+    except StepError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[World]:
+    with World(3, timeout_s=60) as world:
+        yield world
+
+
+def test_equal_ranks_agree_on_the_strongest_wish_to_stop(three_ranks: World) -> None:
+    assert three_ranks.run(agree_or_say_why, {}, [0, 0, 0]) == ["stop 0"] * 3
+    assert three_ranks.run(agree_or_say_why, {}, [0, 4, 1]) == ["stop 4"] * 3
+
+
+def test_every_rank_names_the_fields_and_ranks_that_differ(three_ranks: World) -> None:
+    differing = {1: {"samples": 5}, 2: {"samples": 6, "num_micro_batches": 4}}
+    message = (
+        "ranks are about to take different steps (step 7); "
+        "num_micro_batches: rank 2 has 4, rank 0 has 3; "
+        "samples: rank 1 has 5, rank 2 has 6, rank 0 has 12345"
+    )
+    assert three_ranks.run(agree_or_say_why, differing, [0, 0, 0]) == [message] * 3
+
+
+def test_an_error_in_a_phase_names_rank_step_and_samples() -> None:
+    grid = grid_of(1, 2)
+    with (
+        pytest.raises(
+            StepError, match=r"^rank 1, step 3, training \(samples 4, 5\): OSError: gone$"
+        ),
+        phase("training", 3, grid, "4, 5"),
+    ):
+        raise OSError("gone")
+
+
+def test_a_step_error_is_told_once() -> None:
+    with pytest.raises(StepError, match=r"^inner$"), phase("training", 3, grid_of(0, 1)):
+        raise StepError("inner")
