@@ -239,12 +239,12 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "torch.cuda.manual_seed",
         "core seeds its generator through it; torch would keep the seed for a device that never "
-        "comes, so every rank and every run would draw from an unseeded generator, silently",
+        "comes, and dropout and initial weights would follow no seed, silently",
         lambda _: torch.default_generator.manual_seed,
     ),
     Replacement(
         "torch.cuda.get_rng_state",
-        "the random state tracker reads the generator's state",
+        "the tracker of random states reads the generator as it seeds each of them",
         lambda _: _get_rng_state,
     ),
     Replacement(
@@ -290,13 +290,19 @@ REPLACEMENTS: tuple[Replacement, ...] = (
             ("tensor", "gradient norms, loss scales, checkpoint plans"),
             ("zeros", "token counts of the schedules, gradient norms"),
             ("ones", "causal masks"),
-            ("empty", "checkpoint loading"),
-            ("empty_like", "checkpoint exchange between ranks"),
+            ("empty_like", "what other ranks read in a fully parallel checkpoint load"),
         )
     ),
     Replacement(
+        "megatron.core.dist_checkpointing.mapping.ShardedTensor.init_data.__defaults__",
+        "it keeps torch.empty as it was when core was imported, and is asked for device='cuda' by "
+        "a fully parallel checkpoint load",
+        lambda defaults: tuple(_on_cpu(factory) for factory in defaults),
+    ),
+    Replacement(
         "torch.Tensor.cuda",
-        "tied embeddings and checkpoint loading move tensors to the device",
+        "saving a distributed optimizer, tied embeddings over pipeline stages and fully parallel "
+        "checkpoint loads move tensors to the device",
         lambda _: _itself,
     ),
     Replacement(
@@ -307,8 +313,8 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         f"{_DISTRIBUTED_OPTIMIZER}.__init__",
-        "it reads Adam's `step` to save and to load, also before the first step, when torch's "
-        "Adam has no state yet (transformer-engine's keeps `step` elsewhere)",
+        "it reads one `step` from Adam's state to save and to load, also before the first step, "
+        "when torch's Adam has no state yet",
         _with_adam_state,
     ),
     Replacement(
@@ -325,7 +331,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         f"{_MOE}.moe_utils.te_general_gemm",
-        "the router tests this name for None; without transformer-engine it does not exist",
+        "the router compares this name with None; without transformer-engine it does not exist",
         lambda _: None,
         optional=True,
     ),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class SequenceParallelRMSNorm(nn.Module):
     """RMSNorm rounded as Hugging Face's Llama and Qwen round it.
 
-    The input is normalised in fp32, cast to the dtype of the weight and only then scaled.
+    The input is normalised in fp32 (fp64 stays fp64), cast to the dtype of the weight and only then scaled.
 
     Args:
         config: `sequence_parallel` marks the weight; `params_dtype` is its dtype.
@@ -33,7 +33,7 @@ class SequenceParallelRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
         """Normalise each row over its last dimension; communicates over no group."""
-        precise = x.float()
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(self.weight.dtype)
 
