@@ -17,7 +17,8 @@ from torch import Tensor, nn
 class SequenceParallelRMSNorm(nn.Module):
     """RMSNorm rounded as Hugging Face's Llama and Qwen round it.
 
-    The input is normalised in fp32 (fp64 stays fp64), cast to the dtype of the weight and only then scaled.
+    The input is normalised in fp32 (fp64 stays fp64), cast to the dtype of the weight, and only
+    then scaled.
 
     Args:
         config: `sequence_parallel` marks the weight; `params_dtype` is its dtype.
