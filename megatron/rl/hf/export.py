@@ -154,21 +154,21 @@ def _export(
 
 def _write_directory(plan: Plan, output: Path, tensors: ModelTensors, show_progress: bool) -> None:
     arriving = iter(tensors)
-    bar = progress(
-        arriving,
-        desc="writing tensors",
-        total=len(plan.layout.slots),
-        unit="tensor",
-        is_writer=show_progress,
-    )
+    num_tensors = len(plan.layout.slots)
     try:
-        with _appearing_whole(output) as partial:
+        with (
+            _appearing_whole(output) as partial,
+            TensorWriter(partial, plan.layout) as writer,
+            progress(
+                desc="writing weights", total=num_tensors, unit="tensor", is_writer=show_progress
+            ) as bar,
+        ):
             _write_small_files(plan, partial)
-            with TensorWriter(partial, plan.layout) as writer:
-                _write_carried(plan, writer)
-                for name, tensor in bar:
-                    for copy in (name, *_tied_copies(plan, name)):
-                        writer.write(copy, tensor)
+            _write_carried(plan, writer)
+            for name, tensor in arriving:
+                for copy in (name, *_tied_copies(plan, name)):
+                    writer.write(copy, tensor)
+                    bar.update()
     except OSError:
         for _ in arriving:  # the other ranks are still sending
             pass
