@@ -157,4 +157,12 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, connection: 
                 answer = True, function(rank, *args)
             except Exception:
                 answer = False, traceback.format_exc()
+            _destroy_groups()
             connection.send_bytes(pickle.dumps(answer))
+
+
+def _destroy_groups() -> None:
+    """End the groups that a call made: each keeps threads, and calls make dozens."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
