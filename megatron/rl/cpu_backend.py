@@ -180,7 +180,8 @@ def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     def named(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return type_of(tensor, *args, **kwargs)
-        return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+        # Under a function mode torch comes back to this function, so the name may be done.
+        return "torch.cuda." + type_of(tensor).removeprefix("torch.").removeprefix("cuda.")
 
     return named
 

@@ -141,6 +141,8 @@ def type_names(rank: int) -> list[Any]:
     names = [x.type(), x.half().type(), x.bfloat16().type(), torch.nn.Parameter(x).type()]
     converted = [x.type(torch.int32).dtype, x.type("torch.DoubleTensor").dtype]
     known = isinstance(x, torch.FloatTensor), isinstance(x, torch.cuda.FloatTensor)
+    with torch.device("cpu"):  # a function mode, through which torch finds its methods by name
+        names.append(x.type())
     return [*names, *converted, *known]
 
 
@@ -150,6 +152,7 @@ def test_types_are_named_as_on_a_gpu_and_converted_as_before(one_rank: World) ->
             "torch.cuda.FloatTensor",
             "torch.cuda.HalfTensor",
             "torch.cuda.BFloat16Tensor",
+            "torch.cuda.FloatTensor",
             "torch.cuda.FloatTensor",
             torch.int32,
             torch.float64,
