@@ -13,7 +13,7 @@ def main() -> int:
     """Parse, build, train; returns the exit code."""
     world = read_world()
     setup_messages(world.rank)
-    with exit_with_message():
+    with exit_with_message(world):
         config = parse_config(sys.argv[1:], world)
         if config.runtime.dry_run:
             dry_run(config, world)

@@ -82,11 +82,40 @@ def resolve(argv: Sequence[str], world_size: int, *, has_driver: bool) -> RunCon
         FlagError: something is wrong, and all of it is named.
     """
     given, violations = _read_all(argv)
-    values = {flag.name: flag.default for flag in all_flags().values()}
-    values.update((name, entry.value) for name, entry in given.items())
+    values = {name: entry.value for name, entry in given.items()}
+    violations += machine_violations(_with_defaults(values), has_driver=has_driver)
+    return _checked(given, violations, world_size, has_driver=has_driver)
+
+
+def saved_config(file: str, **overrides: Any) -> RunConfig:
+    """The configuration of an earlier run, for one process that looks at what it left.
+
+    Its files and folders need not be there any more.
+
+    Args:
+        file: a run's config.yaml.
+        overrides: values that win over the file's, by flag name.
+
+    Raises:
+        FlagError: something is wrong, and all of it is named.
+    """
+    given, violations = read_file(file)
+    given |= {name: Given(value, "one process") for name, value in overrides.items()}
+    return _checked(given, violations, 1, has_driver=False)
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {flag.name: flag.default for flag in all_flags().values()} | dict(values)
+
+
+def _checked(
+    given: Mapping[str, Given], known: Sequence[Violation], world_size: int, *, has_driver: bool
+) -> RunConfig:
+    """Judge values wherever they come from, and build the run's dataclasses."""
+    violations = list(known)
+    values = _with_defaults({name: entry.value for name, entry in given.items()})
     facts = _facts(values, world_size, has_driver)
     violations += _judge(values | facts, given, violations)
-    violations += machine_violations(values, has_driver=has_driver)
     _complete(values)
     built, core_notes = _build_sections(values, facts["device_type"], given, violations)
     if violations:

@@ -269,20 +269,29 @@ class Checkpointer:
             shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
 
 
-def load_model_weights(chunks: list[RLModel], directory: Path) -> None:
-    """Fill models of any layout with the weights of a checkpoint, and nothing else.
-
-    Args:
-        chunks: this rank's model chunks, not wrapped.
-        directory: a checkpoint (`iter_...`), or a directory of them: its newest complete one.
+def find_checkpoint(directory: Path) -> Path:
+    """The checkpoint that a directory is, or the newest complete one in it.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a tensor does not fit.
+        CheckpointError: there is none.
     """
     found = directory if _is_complete(directory) else _newest_complete(directory)
     if found is None:
         raise CheckpointError(f"{directory} holds no complete checkpoint")
-    _fill(chunks, _load_strictly(_sharded(chunks), found, whole=False))
+    return found
+
+
+def load_model_weights(chunks: Sequence[RLModel], checkpoint: Path) -> None:
+    """Fill models of any layout with the weights of a checkpoint, and nothing else.
+
+    Args:
+        chunks: this rank's model chunks, not wrapped.
+        checkpoint: as `find_checkpoint` gives it.
+
+    Raises:
+        CheckpointError: a tensor does not fit.
+    """
+    _fill(chunks, _load_strictly(_sharded(chunks), checkpoint, whole=False))
 
 
 def _sharded(chunks: Sequence[RLModel]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
+from typing import NoReturn
 
 from megatron.rl.checkpoint import CheckpointError
 from megatron.rl.config import CheckpointConfig
 from megatron.rl.guard import SkippedStepsError, StepError
+from megatron.rl.initialize import World
 from megatron.rl.logging import log_error
 from megatron.rl.samples import BadRowsError
 
@@ -40,6 +42,9 @@ EXIT_CODES = {
     EXIT_SKIPPED: "more than --max-skipped-steps steps were not finite",
     EXIT_SIGNAL: "stopped by SIGTERM or SIGUSR1 after saving; run again with --load",
 }
+
+
+SECONDS_FOR_RANK_0 = 5.0
 
 
 class StopRequest:
@@ -76,23 +81,25 @@ class StopRequest:
 
 
 @contextmanager
-def exit_with_message() -> Iterator[None]:
+def exit_with_message(world: World) -> Iterator[None]:
     """End the process with one message and the documented code on every error that has one.
 
-    Errors of the block that are nobody's mistake but ours keep their traceback.
+    What all ranks know is said by rank 0; the others end later, since a launcher ends the job
+    with its first rank. Errors that are nobody's mistake but ours keep their traceback.
     """
     try:
         yield
     except (BadRowsError, ValueError) as error:
-        code, message = EXIT_USAGE, str(error)
-        everywhere = False
+        _end(EXIT_USAGE, str(error), world)
     except SkippedStepsError as error:
-        code, message = EXIT_SKIPPED, str(error)
-        everywhere = False
+        _end(EXIT_SKIPPED, str(error), world)
     except (StepError, CheckpointError) as error:
-        code, message = EXIT_ERROR, str(error)
-        everywhere = True
-    else:
-        return
-    log_error(message, every_rank=everywhere)
+        log_error(str(error), every_rank=True)
+        sys.exit(EXIT_ERROR)
+
+
+def _end(code: int, message: str, world: World) -> NoReturn:
+    log_error(message)
+    if world.rank != 0:
+        time.sleep(SECONDS_FOR_RANK_0)
     sys.exit(code)

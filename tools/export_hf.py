@@ -1,0 +1,88 @@
+"""Write the weights of a training checkpoint as a Hugging Face directory.
+
+Reads a checkpoint of any parallel layout in this one process, on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from megatron.rl.arguments import FlagError, saved_config
+from megatron.rl.checkpoint import CONFIG, CheckpointError, find_checkpoint, load_model_weights
+from megatron.rl.hf import architecture_of, export_hf_weights, export_new_hf_weights
+from megatron.rl.initialize import World, distributed
+from megatron.rl.model import build_model
+
+EXAMPLE = """\
+example:
+  python tools/export_hf.py --checkpoint runs/first/checkpoints --output exported
+"""
+ONE_PROCESS = {
+    "device": "cpu",
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "hf_checkpoint": None,
+}
+
+
+def main() -> None:
+    """Parse, load, export."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="a --save directory (its newest checkpoint) or one iter_ directory in it",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="Hugging Face directory that decides files, dtypes and tokenizer; by default the "
+        "run's --hf-checkpoint, and without one a config.json is made from the run's flags",
+    )
+    arguments = parser.parse_args()
+    try:
+        export(arguments.checkpoint, arguments.output, arguments.source)
+    except (CheckpointError, FlagError, ValueError, OSError) as error:
+        sys.exit(f"export_hf.py: {error}")
+    print(arguments.output)
+
+
+def export(checkpoint: Path, output: Path, source: Path | None) -> None:
+    """Load the weights into one process and write them."""
+    found = find_checkpoint(checkpoint)
+    config = saved_config(str(found / CONFIG), **ONE_PROCESS)
+    source = source or source_of(found / CONFIG)
+    with distributed(config, World()) as grid:
+        chunks = build_model(config, grid)
+        load_model_weights(chunks, found)
+        if source is not None:
+            export_hf_weights(chunks, source, output, show_progress=True)
+        else:
+            architecture = architecture_of(config.transformer, config.model)
+            export_new_hf_weights(chunks, architecture, output, show_progress=True)
+
+
+def source_of(config_file: Path) -> Path | None:
+    """The Hugging Face directory that the run began with, if it had one."""
+    named = yaml.safe_load(config_file.read_text(encoding="utf-8")).get("hf_checkpoint")
+    if named is not None and not Path(named).is_dir():
+        raise ValueError(f"the run's --hf-checkpoint is gone, give --source: hf_checkpoint={named}")
+    return named and Path(named)
+
+
+if __name__ == "__main__":
+    main()
