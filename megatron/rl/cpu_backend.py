@@ -152,7 +152,7 @@ class _Stream:
 _STREAM = _Stream()
 
 
-def _current_stream(_device: Any = None) -> _Stream:
+def _current_stream(*_args: Any, **_kwargs: Any) -> _Stream:
     return _STREAM
 
 
