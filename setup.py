@@ -15,7 +15,7 @@ from setuptools import find_namespace_packages, setup
 BASE = [
     "torch>=2.13",
     "megatron-core>=0.16.1,<0.17",
-    "numpy>=1.26",
+    "numpy>=2.0",
     "msgspec>=0.19",
     "PyYAML>=6.0.2",
     "tqdm>=4.66",
