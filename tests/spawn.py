@@ -143,6 +143,8 @@ def run_on_ranks(
 
 def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # ended with its parent like any daemon, but allowed children: a checkpoint's writer is one
+    multiprocessing.current_process()._config["daemon"] = False
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

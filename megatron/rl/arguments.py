@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -83,8 +83,8 @@ def resolve(argv: Sequence[str], world_size: int, *, has_driver: bool) -> RunCon
     """
     given, violations = _read_all(argv)
     values = {name: entry.value for name, entry in given.items()}
-    violations += machine_violations(_with_defaults(values), has_driver=has_driver)
-    return _checked(given, violations, world_size, has_driver=has_driver)
+    on_machine = machine_violations(_with_defaults(values), has_driver=has_driver)
+    return _checked(given, violations, world_size, has_driver=has_driver, on_machine=on_machine)
 
 
 def saved_config(file: str, **overrides: Any) -> RunConfig:
@@ -109,13 +109,19 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    given: Mapping[str, Given], known: Sequence[Violation], world_size: int, *, has_driver: bool
+    given: Mapping[str, Given],
+    known: Sequence[Violation],
+    world_size: int,
+    *,
+    has_driver: bool,
+    on_machine: Iterable[Violation] = (),
 ) -> RunConfig:
     """Judge values wherever they come from, and build the run's dataclasses."""
     violations = list(known)
     values = _with_defaults({name: entry.value for name, entry in given.items()})
     facts = _facts(values, world_size, has_driver)
     violations += _judge(values | facts, given, violations)
+    violations += on_machine
     _complete(values)
     built, core_notes = _build_sections(values, facts["device_type"], given, violations)
     if violations:

@@ -10,18 +10,17 @@ always complete.
 from __future__ import annotations
 
 import os
-import random
+import queue
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -31,13 +30,10 @@ from megatron.rl.flags.machine import TRACKER
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_warning
 from megatron.rl.model import RLModel, unwrap
+from megatron.rl.rng import restore_rng, rng_state
 from megatron.rl.step import Trainee
 
 CONFIG = "config.yaml"
-OPTIMIZER_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -110,21 +106,29 @@ class Checkpointer:
 
     def save(self, progress: Progress, old_log_probs: Mapping[int, Tensor]) -> Path:
         """Write a checkpoint, point the tracker at it, delete the one that need not stay."""
-        root = Path(self.config.checkpoint.save)
+        flags = self.config.checkpoint
+        root = Path(flags.save)
         final = root / f"iter_{progress.step:07d}"
         partial = root / f"{final.name}.partial"
         if self.grid.is_writer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = self._state(is_loading=False, with_rng=not self.config.checkpoint.no_save_rng)
+        optimizer_format = self._optimizer_format()
+        state = self._model_and_optimizer(None if flags.no_save_optim else optimizer_format)
+        if not flags.no_save_rng:
+            state["rng"] = self._rng_state()
         state["contents"] = sorted(state)
+        state["optimizer_format"] = optimizer_format
         state["progress"] = asdict(progress)
         state["architecture"] = self._architecture()
         state["topology"] = self._topology()
         state["data"] = dict(self.data)
         state["old_log_probs"] = self._everyones(old_log_probs)
-        dist_checkpointing.save(state, str(partial), content_metadata=OPTIMIZER_METADATA)
+        # core's queue is served by a process of its own, for writers that outlive the save; it
+        # would outlive a killed rank as well, and hold the job's output open
+        filesystem_async._results_queue = queue.Queue()
+        dist_checkpointing.save(state, str(partial))
         dist.barrier()
         if self.grid.is_writer:
             (partial / CONFIG).write_text(self.config.to_yaml())
@@ -166,34 +170,63 @@ class Checkpointer:
     def _with_optimizer(self) -> bool:
         return not (self.config.checkpoint.finetune or self.config.checkpoint.no_load_optim)
 
-    def _state(self, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-        """The sharded state dict to write, or the one that says what to read."""
-        flags = self.config.checkpoint
+    def _model_and_optimizer(
+        self, optimizer_format: str | None, *, is_loading: bool = False
+    ) -> dict[str, Any]:
+        """What of model, optimizer (None: without it) and schedule is written or read."""
         state = _sharded(self._chunks)
-        if self._with_optimizer if is_loading else not flags.no_save_optim:
+        if optimizer_format is not None:
             state["optimizer"] = self.trainee.optimizer.sharded_state_dict(
-                _sharded(self._chunks), is_loading, metadata=OPTIMIZER_METADATA
+                _sharded(self._chunks),
+                is_loading,
+                metadata={
+                    "distrib_optim_sharding_type": optimizer_format,
+                    "chained_optim_avoid_prefix": True,
+                    "dp_cp_group": self.grid.groups.dp_cp,
+                },
             )
             state["scheduler"] = self.scheduler.state_dict()
-        if with_rng:
-            state["rng"] = self._rng_state()
         return state
+
+    def _optimizer_format(self) -> str:
+        """Core's format of the distributed optimizer's state.
+
+        The format that any number of replicas can load is corrupt where gradients lie in several
+        padded buckets, which overlapping their reduction makes.
+        """
+        ddp = self.config.ddp
+        overlapped = ddp.use_distributed_optimizer and ddp.overlap_grad_reduce
+        return "dp_reshardable" if overlapped else "fully_reshardable"
 
     @property
     def _chunks(self) -> list[RLModel]:
         return [unwrap(chunk) for chunk in self.trainee.chunks]
 
     def _load_state(self, directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-        if self._with_optimizer and "optimizer" not in common["contents"]:
+        optimizer_format = (
+            self._loadable_format(directory, common) if self._with_optimizer else None
+        )
+        state = self._model_and_optimizer(optimizer_format, is_loading=True)
+        if self._rng_fits(common):
+            state["rng"] = self._rng_state()
+        whole = set(common["contents"]) == set(state)
+        return _load_strictly(state, directory, whole=whole)
+
+    def _loadable_format(self, directory: Path, common: Mapping[str, Any]) -> str:
+        if "optimizer" not in common["contents"]:
             raise CheckpointError(
                 f"{directory} has no optimizer state (saved with --no-save-optim); "
                 "fix: --no-load-optim"
             )
-        with_rng = self._rng_fits(common)
-        whole = self._with_optimizer and (with_rng or "rng" not in common["contents"])
-        return _load_strictly(
-            self._state(is_loading=True, with_rng=with_rng), directory, whole=whole
-        )
+        saved, here = common["topology"], self._topology()
+        if common["optimizer_format"] == "dp_reshardable" and saved != here:
+            raise CheckpointError(
+                f"{directory} has an optimizer state of one layout (saved with "
+                f"--use-distributed-optimizer and --overlap-grad-reduce): checkpoint {saved}, "
+                f"this run {here}; fix: load it with the same layout and save it without "
+                "--overlap-grad-reduce, or --no-load-optim"
+            )
+        return common["optimizer_format"]
 
     def _rng_fits(self, common: Mapping[str, Any]) -> bool:
         """Generators belong to ranks: they are restored where the ranks are the same."""
@@ -296,7 +329,7 @@ def load_model_weights(chunks: Sequence[RLModel], checkpoint: Path) -> None:
 
 def _sharded(chunks: Sequence[RLModel]) -> dict[str, Any]:
     """What of the model is read or written, under names that know no layout."""
-    return {"model": [chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA) for chunk in chunks]}
+    return {"model": [chunk.sharded_state_dict() for chunk in chunks]}
 
 
 def _fill(chunks: Sequence[RLModel], state: Mapping[str, Any]) -> None:
@@ -354,26 +387,3 @@ def _newest_complete(root: Path) -> Path | None:
     if named is not None:
         log_warning(f"checkpoint {named} is missing or incomplete; loading {newest}")
     return newest
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put every generator of this process back."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

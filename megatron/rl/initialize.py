@@ -147,7 +147,7 @@ def process_grid(config: RunConfig, world: World, device: torch.device) -> Itera
 
 def _device(config: RunConfig, world: World) -> torch.device:
     if config.device_type == "cpu":
-        cpu_backend.install()
+        cpu_backend.install(force=config.runtime.device == "cpu")
         return torch.device("cpu")
     torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)

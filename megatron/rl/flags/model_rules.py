@@ -141,14 +141,6 @@ LAYOUT = (
         "use --qkv-format thd",
     ),
     Rule(
-        "overlap_param_gather",
-        lambda s: (
-            s.overlap_param_gather and not (s.use_distributed_optimizer and s.overlap_grad_reduce)
-        ),
-        "needs --use-distributed-optimizer and --overlap-grad-reduce",
-        "add both, or leave --overlap-param-gather out",
-    ),
-    Rule(
         "use_precision_aware_optimizer",
         lambda s: s.use_precision_aware_optimizer and not s.use_distributed_optimizer,
         "needs --use-distributed-optimizer",

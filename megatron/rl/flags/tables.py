@@ -13,6 +13,9 @@ NOT_OFFERED = {
     ("*.fp16", "optimizer.*loss_scale*", "optimizer.hysteresis"): (
         "fp16 needs a dynamic loss scale, which overflows on purpose; use --bf16"
     ),
+    ("*.overlap_param_gather", "*.align_param_gather"): (
+        "the head reads the output weight outside of the module that megatron-core waits in"
+    ),
     ("transformer.calculate_per_token_loss",): "the loss reaches megatron-core as a sum already",
     (
         "*.params_dtype",
@@ -200,7 +203,7 @@ _COMMON_NAMES = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     sequence_parallel bf16 use_cpu_initialization deterministic_mode
-    overlap_grad_reduce overlap_param_gather grad_reduce_in_fp32
+    overlap_grad_reduce grad_reduce_in_fp32
 """
 COMMON = frozenset(_COMMON_NAMES.split())
 """Fields of megatron-core that `--help` shows; `--help-all` shows the rest too."""

@@ -9,7 +9,14 @@ import torch
 from megatron.rl import cpu_backend
 from megatron.rl.arguments import resolve
 from megatron.rl.batching import MicroBatch, build_micro_batch
-from megatron.rl.build import build_trainee, check_data, make_source
+from megatron.rl.build import (
+    build_scheduler,
+    build_trainee,
+    check_data,
+    data_identity,
+    make_source,
+)
+from megatron.rl.checkpoint import Checkpointer
 from megatron.rl.initialize import World, process_grid
 from megatron.rl.rollout import Rollout, plan_rollout
 from megatron.rl.step import Trainee
@@ -21,6 +28,7 @@ class Running:
 
     trainee: Trainee
     rollout: Rollout
+    checkpointer: Checkpointer
 
     def micro_batches(self, step: int = 0) -> list[MicroBatch]:
         """This rank's micro-batches of a step of the first rollout."""
@@ -43,5 +51,12 @@ def running(rank: int, world_size: int, argv: list[str]) -> Iterator[Running]:
     config = resolve(argv, world_size, has_driver=False)
     world = World(rank, rank, world_size, launched=True)
     with process_grid(config, world, torch.device("cpu")) as grid:
-        rollout = plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
-        yield Running(build_trainee(config, grid), rollout)
+        source = make_source(config, check_data(config))
+        trainee = build_trainee(config, grid)
+        scheduler = build_scheduler(config, trainee, total_steps=10)
+        identity = data_identity(config, source)
+        yield Running(
+            trainee,
+            plan_rollout(0, source.rollout(0), config),
+            Checkpointer(config, grid, trainee, scheduler, identity),
+        )

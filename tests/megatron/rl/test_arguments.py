@@ -37,7 +37,7 @@ def test_a_command_line_becomes_dataclasses(tmp_path: Path) -> None:
     config = resolved(
         tmp_path,
         "--bf16 --swiglu --norm-epsilon 1e-6 --normalization RMSNorm --disable-bias-linear "
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --clip-grad 0.5 "
+        "--use-distributed-optimizer --overlap-grad-reduce --clip-grad 0.5 "
         "--eps-clip-high 0.28 --advantage-estimator rloo --calculate-per-token-loss "
         "--rollout-temperature 0.7 --qkv-format bshd --lr-warmup-iters 3 --train-iters 9 "
         f"--save {tmp_path} --save-interval 2 --tensorboard-dir {tmp_path} --no-shuffle --seed 5",
@@ -49,8 +49,7 @@ def test_a_command_line_becomes_dataclasses(tmp_path: Path) -> None:
     assert config.optimizer.bf16
     assert config.optimizer.use_distributed_optimizer
     assert config.ddp.use_distributed_optimizer
-    assert config.ddp.overlap_param_gather
-    assert config.optimizer.overlap_param_gather
+    assert config.ddp.overlap_grad_reduce
     assert config.optimizer.clip_grad == 0.5
     assert config.optimizer.lr == 1e-6
     assert config.optimizer.min_lr == 0.0

@@ -1,6 +1,5 @@
 """Unmodified megatron-core on the CPU: every topology trains as one process does."""
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -163,15 +161,6 @@ def test_bf16_trains_fp32_main_params(
 # Checkpoints
 
 
-@contextmanager
-def core_may_start_processes() -> Iterator[None]:
-    """A rank that is killed leaves no process behind: what core's writers report through ends."""
-    multiprocessing.current_process().daemon = False
-    yield
-    filesystem_async._results_queue = None
-    multiprocessing.current_process().daemon = True
-
-
 def save_after(
     rank: int, topology: Topology, num_steps: int, directory: str
 ) -> list[tuple[float, float]]:
@@ -180,8 +169,7 @@ def save_after(
         trainee = build(topology)
         for _ in range(num_steps):
             trainee.step()
-        with core_may_start_processes():
-            dist_checkpointing.save(sharded_state(trainee, is_loading=False), directory)
+        dist_checkpointing.save(sharded_state(trainee, is_loading=False), directory)
         return [trainee.step() for _ in range(2)]
 
 

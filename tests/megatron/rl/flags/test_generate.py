@@ -98,7 +98,7 @@ def test_megatrons_names_are_understood() -> None:
         --rotary-base --rotary-percent --untie-embeddings-and-output-weights
         --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
         --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
-        --overlap-param-gather --recompute-granularity --attention-backend --attention-dropout
+        --recompute-granularity --attention-backend --attention-dropout
         --hidden-dropout --train-iters --lr-decay-style --lr-warmup-iters --lr-warmup-fraction
         --save --load --save-interval --save-retain-interval --finetune --no-load-optim
         --no-load-rng --no-save-optim --no-save-rng --exit-interval --exit-duration-in-mins

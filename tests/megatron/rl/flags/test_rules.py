@@ -144,7 +144,6 @@ BROKEN = [
     ),
     ("--allgather-cp --qkv-format bshd", 1, "allgather_cp", "needs --qkv-format thd"),
     ("--context-parallel-size 2 --qkv-format bshd", 2, "context_parallel_size", "must be 1 with"),
-    ("--overlap-param-gather", 1, "overlap_param_gather", "needs --use-distributed-optimizer"),
     (
         "--use-precision-aware-optimizer",
         1,

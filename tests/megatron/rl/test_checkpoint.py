@@ -1,0 +1,229 @@
+"""What is saved is what is loaded: bit for bit on the same ranks, to rounding on others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.rl.checkpoint import (
+    CheckpointError,
+    Progress,
+    find_checkpoint,
+    read_tracker,
+)
+from tests.megatron.rl.running import Running, running
+from tests.megatron.rl.tiny import (
+    RUN_FLAGS,
+    rollout_rows,
+    write_llama,
+    write_qwen3,
+    write_rollouts,
+)
+from tests.spawn import World
+
+LAYOUTS = {
+    "tp2 sp": ["--tensor-model-parallel-size=2", "--sequence-parallel"],
+    "pp2": ["--pipeline-model-parallel-size=2"],
+    "cp2": ["--context-parallel-size=2", "--allgather-cp"],
+    "dp2": [],
+    "dp2 distributed optimizer": ["--use-distributed-optimizer"],
+    "dp2 overlapped": [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--ddp-bucket-size=4000",
+    ],
+    "tp2 distributed optimizer": [
+        "--use-distributed-optimizer",
+        "--tensor-model-parallel-size=2",
+    ],
+}
+CHANGES = [
+    ("tp2 sp", "pp2"),
+    ("pp2", "dp2"),
+    ("cp2", "tp2 sp"),
+    ("dp2", "cp2"),
+    ("dp2 distributed optimizer", "tp2 distributed optimizer"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The third step of a run, and the state of this rank's generators before it."""
+
+    metrics: dict[str, float]
+    learning_rate: float
+    draw: float
+    progress: Progress
+    old: dict[int, list[float]]
+
+
+def third_step(run: Running, progress: Progress, old: dict[int, torch.Tensor]) -> Outcome:
+    learning_rate = run.trainee.learning_rate
+    draw = float(torch.rand(()))
+    result = run.trainee.step(run.micro_batches(2))
+    return Outcome(
+        {**result.metrics, "grad_norm": result.grad_norm},
+        learning_rate,
+        draw,
+        progress,
+        {position: values.tolist() for position, values in old.items()},
+    )
+
+
+def save_after_two(rank: int, argv: list[str]) -> Outcome:
+    """Two steps, a save within the rollout, and the third step of the run that goes on."""
+    with running(rank, 2, argv) as run:
+        for step in (0, 1):
+            run.trainee.step(run.micro_batches(step))
+            run.checkpointer.scheduler.step(increment=1)
+        torch.rand(3)  # a generator that has moved since the start
+        progress = Progress(step=2, rollout=0, step_in_rollout=2, consumed_samples=10)
+        old = {rank: torch.tensor([-1.5, -0.25 * rank])}
+        run.checkpointer.save(progress, old)
+        everyones = {r: torch.tensor([-1.5, -0.25 * r]) for r in (0, 1)}
+        return third_step(run, progress, everyones)
+
+
+def load_and_go_on(rank: int, argv: list[str]) -> Outcome:
+    with running(rank, 2, argv) as run:
+        restored = run.checkpointer.load()
+        assert restored is not None
+        return third_step(run, restored.progress, dict(restored.old_log_probs))
+
+
+def refusal(rank: int, argv: list[str]) -> str:
+    with running(rank, 2, argv) as run:
+        try:
+            run.checkpointer.load()
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def save_steps(rank: int, argv: list[str], steps: list[int]) -> None:
+    with running(rank, 2, argv) as run:
+        for step in steps:
+            run.checkpointer.save(Progress(step=step), {})
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[World]:
+    with World(2, timeout_s=120) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("run")
+    return [
+        *RUN_FLAGS,
+        "--rollout-batch-size=4",
+        "--global-batch-size=5",
+        "--micro-batch-size=2",
+        "--lr-decay-style=cosine",
+        f"--hf-checkpoint={write_qwen3(folder / 'hf')}",
+        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl')}",
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_ranks_go_on_bit_for_bit(
+    two_ranks: World, flags: list[str], tmp_path: Path, name: str
+) -> None:
+    argv = [*flags, *LAYOUTS[name], f"--save={tmp_path}", f"--load={tmp_path}"]
+    expected = two_ranks.run(save_after_two, argv)
+    assert two_ranks.run(load_and_go_on, argv) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_other_ranks_go_on_with_the_same_numbers(
+    two_ranks: World, flags: list[str], tmp_path: Path, before: str, after: str
+) -> None:
+    places = [f"--save={tmp_path}", f"--load={tmp_path}"]
+    expected = two_ranks.run(save_after_two, [*flags, *LAYOUTS[before], *places])[0]
+    for got in two_ranks.run(load_and_go_on, [*flags, *LAYOUTS[after], *places]):
+        assert got.progress == expected.progress
+        assert got.old == expected.old
+        assert got.learning_rate == expected.learning_rate
+        assert got.metrics.keys() == expected.metrics.keys()
+        for name, value in expected.metrics.items():
+            assert got.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+
+
+def test_flags_decide_what_is_loaded(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
+    argv = [*flags, f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    [expected, _] = two_ranks.run(save_after_two, argv)
+    argv[-2] = f"--save={tmp_path}/other"
+    [anew, _] = two_ranks.run(load_and_go_on, [*argv, "--finetune"])
+    assert anew.progress == Progress()
+    assert anew.old == {}
+    assert anew.learning_rate == 1e-3
+    assert anew.metrics == expected.metrics
+    [without_optimizer, _] = two_ranks.run(load_and_go_on, [*argv, "--no-load-optim"])
+    assert without_optimizer.progress == expected.progress
+    assert without_optimizer.learning_rate == 1e-3
+    assert without_optimizer.draw == expected.draw
+    [without_rng, _] = two_ranks.run(load_and_go_on, [*argv, "--no-load-rng"])
+    assert without_rng.learning_rate == expected.learning_rate
+    assert without_rng.draw != expected.draw
+
+
+def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
+    places = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    two_ranks.run(save_after_two, [*flags, *places])
+    places[0] = f"--save={tmp_path}/other"
+
+    other_model = write_llama(tmp_path / "llama", tied=True)
+    other = [f if not f.startswith("--hf") else f"--hf-checkpoint={other_model}" for f in flags]
+    for message in two_ranks.run(refusal, [*other, *places]):
+        assert "qk_layernorm: checkpoint True, this run False" in message
+        assert "tied: checkpoint False, this run True" in message
+
+    rows = write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows(seed=5))
+    other = [f if not f.startswith("--rollout-data") else f"--rollout-data={rows}" for f in flags]
+    for message in two_ranks.run(refusal, [*other, "--global-batch-size=4", *places]):
+        assert "rollouts: checkpoint " in message
+        assert "global_batch_size: checkpoint 5, this run 4" in message
+        assert "--finetune" in message
+
+    for message in two_ranks.run(refusal, [*flags, "--lr=2e-3", *places]):
+        assert "learning rate" in message
+        assert "--override-opt-param-scheduler" in message
+
+    overlapped = [*flags, *LAYOUTS["dp2 overlapped"]]
+    two_ranks.run(save_after_two, [*overlapped, f"--save={tmp_path}/overlapped"])
+    elsewhere = [*overlapped, "--tensor-model-parallel-size=2", f"--load={tmp_path}/overlapped"]
+    for message in two_ranks.run(refusal, elsewhere):
+        assert "optimizer state of one layout" in message
+        assert "--no-load-optim" in message
+
+    two_ranks.run(save_after_two, [*flags, *places, "--no-save-optim"])
+    places[1] = f"--load={tmp_path}/other"
+    for message in two_ranks.run(refusal, [*flags, *places]):
+        assert "no optimizer state" in message
+        assert "--no-load-optim" in message
+
+
+def test_a_broken_checkpoint_gives_way_to_the_newest_complete_one(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    two_ranks.run(save_steps, [*flags, f"--save={tmp_path}"], [2, 4, 6])
+    assert read_tracker(tmp_path) == 6
+    assert find_checkpoint(tmp_path).name == "iter_0000006"
+    (tmp_path / "iter_0000006" / "metadata.json").unlink()
+    assert find_checkpoint(tmp_path).name == "iter_0000004"
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find_checkpoint(tmp_path / "iter_0000006")
+
+
+def test_retain_interval_keeps_multiples_and_the_newest(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    argv = [*flags, f"--save={tmp_path}", "--save-interval=1", "--save-retain-interval=3"]
+    two_ranks.run(save_steps, argv, [1, 2, 3, 4, 5])
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000003",
+        "iter_0000005",
+    ]
