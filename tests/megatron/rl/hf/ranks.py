@@ -22,7 +22,6 @@ from transformers import AutoConfig
 
 from megatron.rl import cpu_backend
 from megatron.rl.hf import architecture_from_hf, load_hf_weights
-from megatron.rl.hf.files import TensorReader
 
 PADDED_VOCAB = 64
 
@@ -47,22 +46,16 @@ class Place:
         return self.groups.dp.rank() == 0
 
 
-_entered: list[Topology] = []
-
-
 def enter(topology: Topology) -> Place:
-    """Divide the ranks of the world; the previous division ends."""
-    if not _entered:
-        cpu_backend.install()
-    if _entered != [topology]:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=topology.tp,
-            pipeline_model_parallel_size=topology.pp,
-            virtual_pipeline_model_parallel_size=topology.vpp,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        _entered[:] = [topology]
+    """Divide the ranks of the world; once a call, since the world ends a call's groups after it."""
+    cpu_backend.install()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
     return Place(ProcessGroupCollection.use_mpu_process_groups(), topology)
 
 
@@ -197,20 +190,3 @@ def oracle(place: Place, directory: Path) -> list[GPTModel]:
     ):
         bridge.load_weights(chunks, str(directory))
     return chunks
-
-
-def numbers_read(place: Place, directory: Path) -> tuple[int, int]:
-    """How many numbers loading takes from the files, and how many the parameters hold."""
-    counted = []
-    read = TensorReader.read
-
-    def counting_read(*args: Any) -> Tensor:
-        counted.append(read(*args))
-        return counted[-1]
-
-    with patch.object(TensorReader, "read", counting_read):
-        chunks, _ = build_and_load(place, directory)
-    return (
-        sum(tensor.numel() for tensor in counted),
-        sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
-    )
