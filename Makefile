@@ -36,7 +36,7 @@ quickstart: $(RUN)/sft/curves.png $(RUN)/grpo/curves.png ## Train a small model 
 	@echo "Start over    rm -r $(RUN)"
 	@echo "Next, the same run with another parallel layout, and both over each other:"
 	@echo "  $(TORCHRUN) pretrain_rl.py --config examples/grpo.yaml \\"
-	@echo "      --load $(RUN)/sft/checkpoints --finetune --save runs/tp/checkpoints --tensorboard-dir runs/tp/tensorboard \\"
+	@echo "      --save runs/tp/checkpoints --load runs/tp/checkpoints --tensorboard-dir runs/tp/tensorboard \\"
 	@echo "      --context-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel"
 	@echo "  $(BIN)/python tools/plot_run.py $(RUN)/grpo runs/tp --output runs/layouts.png"
 
@@ -46,8 +46,7 @@ $(RUN)/sft/curves.png: examples/quickstart.yaml | $(STAMPS)/run
 	$(BIN)/python tools/plot_run.py $(RUN)/sft --output $@
 
 $(RUN)/grpo/curves.png: examples/grpo.yaml $(RUN)/sft/curves.png | $(STAMPS)/run
-	$(TORCHRUN) pretrain_rl.py --config $< \
-		$$([ -e $(RUN)/grpo/checkpoints/latest_checkpointed_iteration.txt ] || echo --load $(RUN)/sft/checkpoints --finetune)
+	$(TORCHRUN) pretrain_rl.py --config $<
 	$(BIN)/python tools/plot_run.py $(RUN)/grpo --output $@
 
 test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTEST_ARGS=...)

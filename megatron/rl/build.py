@@ -9,7 +9,13 @@ import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.rl.checkpoint import Checkpointer, Progress, Restored
+from megatron.rl.checkpoint import (
+    Checkpointer,
+    Progress,
+    Restored,
+    find_checkpoint,
+    load_model_weights,
+)
 from megatron.rl.config import RunConfig
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World
@@ -68,8 +74,13 @@ def restore(config: RunConfig, checkpointer: Checkpointer) -> Restored | None:
 def build_trainee(config: RunConfig, grid: Grid) -> Trainee:
     """Model, head and optimizer with the initial weights."""
     chunks = build_model(config, grid)
-    if config.model.hf_checkpoint is not None:
-        load_hf_weights(chunks, config.model.hf_checkpoint, tp_group=grid.groups.tp)
+    pretrained, hf_directory = config.checkpoint.pretrained_checkpoint, config.model.hf_checkpoint
+    if pretrained is not None:
+        load_model_weights(chunks, find_checkpoint(Path(pretrained)))
+    elif hf_directory is not None:
+        load_hf_weights(
+            chunks, Path(hf_directory), tp_group=grid.groups.tp, show_progress=grid.is_writer
+        )
     chunks = wrap_model(config, chunks)
     config.transformer.finalize_model_grads_func = finalize_sum
     if config.ddp.overlap_grad_reduce:

@@ -203,6 +203,10 @@ class CheckpointConfig:
     load: str | None = None
     """Directory to continue from."""
 
+    pretrained_checkpoint: str | None = None
+    """Directory of an earlier run's checkpoints: initial weights of a run that --load does not
+    continue."""
+
     finetune: bool = False
     """Load weights only and start at step 0, with a new optimizer, schedule and data order."""
 

@@ -20,10 +20,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron.rl.batching import MicroBatch
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
+from megatron.rl.logging import progress
 from slime_loss import LossOutput, RLHead, TokenBatch, TokenLogProbs
 from slime_loss.metrics import merge_metrics, reduce_metrics
 
@@ -80,7 +82,7 @@ class Trainee:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            outputs = self._run(micro_batches, self.head.log_probs, forward_only=True)
+            outputs = self._run(micro_batches, self.head.log_probs, "old log-probs")
         for chunk in self.chunks:
             chunk.train()
         return [
@@ -94,7 +96,7 @@ class Trainee:
         Communicates over every group; all ranks return the same result.
         """
         self._zero_gradients()
-        outputs = self._run(micro_batches, self.head, forward_only=False)
+        outputs = self._run(micro_batches, self.head, "training")
         metrics = self._reduce(outputs)
         if not math.isfinite(metrics["loss"]):
             culprit = self._first(_nonfinite_row(micro_batches, outputs))
@@ -103,21 +105,31 @@ class Trainee:
         culprit = None if updated else self._first(self._nonfinite_gradient(micro_batches))
         return StepResult(metrics, grad_norm, updated, culprit)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], head: Any, *, forward_only: bool) -> list:
-        """Core's schedule over the micro-batches; what the last stage's loss function kept."""
-        transformer = self.config.transformer
-        return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, head=head),
-            data_iterator=[iter(micro_batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            # nominal: stages exchange the shapes of packed micro-batches
-            seq_length=max(m.input_ids.shape[1] for m in micro_batches)
-            * transformer.context_parallel_size,
-            micro_batch_size=micro_batches[0].input_ids.shape[0],
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], head: Any, desc: str | None = None
+    ) -> list[Any]:
+        """Core's schedule over the micro-batches; what the last stage's loss function kept.
+
+        Without gradients enabled it is forward only.
+        """
+        forward_only = not torch.is_grad_enabled()
+        shown = self.grid.is_writer and desc is not None
+        with progress(
+            desc=desc or "", total=len(micro_batches), unit="micro-batch", is_writer=shown
+        ) as bar:
+            iterators = [iter(micro_batches) for _ in self.chunks]
+            iterators[0] = _counted(micro_batches, bar)
+            return get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, head=head),
+                data_iterator=iterators,
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                # nominal: stages exchange the shapes of packed micro-batches
+                seq_length=max(m.input_ids.shape[1] for m in micro_batches),
+                micro_batch_size=micro_batches[0].input_ids.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
 
     def _zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -167,7 +179,7 @@ class Trainee:
         findings = []
         for micro_batch in micro_batches:
             self._zero_gradients()
-            self._run([micro_batch], self.head, forward_only=False)
+            self._run([micro_batch], self.head)
             origins = ", ".join(_origin(t.sample) for t in micro_batch.samples)
             findings += [f"gradient of {name} from {origins}" for name in self._nonfinite()]
         self.config.transformer.finalize_model_grads_func = finalize
@@ -200,6 +212,12 @@ def finalize_sum(model: list[MegatronModule], _num_tokens: Tensor | None, **kwar
 
 def _leave_gradients_local(*_args: Any, **_kwargs: Any) -> None:
     """Stands for `finalize_sum` while one rank's own gradients are looked at."""
+
+
+def _counted(micro_batches: Sequence[MicroBatch], bar: tqdm) -> Iterator[MicroBatch]:
+    for micro_batch in micro_batches:
+        yield micro_batch
+        bar.update()
 
 
 def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head: Any) -> tuple:

@@ -33,6 +33,14 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
         )
     yield from _rollouts(flags["rollout_data"])
     yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
+    pretrained = flags["pretrained_checkpoint"]
+    if pretrained is not None and not (Path(pretrained) / TRACKER).is_file():
+        yield _violation(
+            "--pretrained-checkpoint",
+            f"must hold a checkpoint ({TRACKER})",
+            pretrained,
+            "give the --save directory of an earlier run",
+        )
     for name in ("save", "tensorboard_dir"):
         yield from _writable(f"--{name.replace('_', '-')}", flags[name])
 

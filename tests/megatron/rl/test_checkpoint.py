@@ -93,6 +93,11 @@ def load_and_go_on(rank: int, argv: list[str]) -> Outcome:
         return third_step(run, restored.progress, dict(restored.old_log_probs))
 
 
+def start_anew(rank: int, argv: list[str]) -> Outcome:
+    with running(rank, 2, argv) as run:
+        return third_step(run, Progress(), {})
+
+
 def refusal(rank: int, argv: list[str]) -> str:
     with running(rank, 2, argv) as run:
         try:
@@ -168,6 +173,17 @@ def test_flags_decide_what_is_loaded(two_ranks: World, flags: list[str], tmp_pat
     [without_rng, _] = two_ranks.run(load_and_go_on, [*argv, "--no-load-rng"])
     assert without_rng.learning_rate == expected.learning_rate
     assert without_rng.draw != expected.draw
+
+
+def test_a_pretrained_checkpoint_gives_the_weights_alone(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    [expected, _] = two_ranks.run(save_after_two, [*flags, f"--save={tmp_path}"])
+    argv = [*flags, *LAYOUTS["pp2"], f"--pretrained-checkpoint={tmp_path}"]
+    for got in two_ranks.run(start_anew, argv):
+        assert got.learning_rate == 1e-3
+        for name, value in expected.metrics.items():
+            assert got.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
 
 
 def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def found(tmp_path: Path, *, has_driver: bool = False, **flags: object) -> list[
         "save": None,
         "tensorboard_dir": None,
         "exit_on_missing_checkpoint": False,
+        "pretrained_checkpoint": None,
     }
     return list(machine_violations(defaults | flags, has_driver=has_driver))
 
@@ -79,6 +80,14 @@ def test_a_checkpoint_may_be_demanded(tmp_path: Path) -> None:
     assert TRACKER in violation.rule
     (tmp_path / TRACKER).write_text("3")
     assert found(tmp_path, **flags) == []
+
+
+def test_pretrained_weights_must_be_there(tmp_path: Path) -> None:
+    (violation,) = found(tmp_path, pretrained_checkpoint=str(tmp_path))
+    assert violation.flag == "--pretrained-checkpoint"
+    assert TRACKER in violation.rule
+    (tmp_path / TRACKER).write_text("3")
+    assert found(tmp_path, pretrained_checkpoint=str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", ["save", "tensorboard_dir"])
