@@ -17,6 +17,7 @@ import pytest
 from megatron.rl.arguments import resolve
 from megatron.rl.config import RunConfig
 from megatron.rl.flags.generate import Flag, all_flags
+from megatron.rl.flags.machine import TRACKER
 from megatron.rl.stopping import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +195,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "examples/rollouts/smollm2_chain_sum.jsonl", tmp_path / "rollouts")
     (tmp_path / "models" / "Qwen3-8B").mkdir(parents=True)
     (tmp_path / "models/Qwen3-8B/config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
-    (tmp_path / "runs/quickstart/sft/checkpoints").mkdir(parents=True)
+    earlier = tmp_path / "runs/quickstart/sft/checkpoints"
+    earlier.mkdir(parents=True)
+    (earlier / TRACKER).write_text("24", encoding="utf-8")
     (tmp_path / "runs/first/tensorboard").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -30,7 +30,6 @@ ONE_PROCESS = {
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
     "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
     "hf_checkpoint": None,
 }
 

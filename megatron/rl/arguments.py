@@ -100,6 +100,7 @@ def saved_config(file: str, **overrides: Any) -> RunConfig:
         FlagError: something is wrong, and all of it is named.
     """
     given, violations = read_file(file)
+    assert overrides.keys() <= all_flags().keys(), f"no such flags: {overrides}"
     given |= {name: Given(value, "one process") for name, value in overrides.items()}
     return _checked(given, violations, 1, has_driver=False)
 
