@@ -10,6 +10,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Two files of tests at a time: ranks wait for each other, and a file's worlds are its own.
+IN_PARALLEL := --numprocesses=2 --dist=loadfile
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -50,10 +52,10 @@ $(RUN)/grpo/curves.png: examples/grpo.yaml $(RUN)/sft/curves.png | $(STAMPS)/run
 	$(BIN)/python tools/plot_run.py $(RUN)/grpo --output $@
 
 test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTEST_ARGS=...)
-	$(BIN)/pytest -m "not slow" --session-timeout=1800 $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow" --session-timeout=1800 $(IN_PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMPS)/test lint ## The same with the slow tests
-	$(BIN)/pytest --session-timeout=7200 $(PYTEST_ARGS)
+	$(BIN)/pytest --session-timeout=7200 $(IN_PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMPS)/test ## ruff, formatting, types, import contracts
 	$(BIN)/ruff check

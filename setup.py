@@ -34,6 +34,7 @@ EXTRAS = {
     "test": [
         "pytest>=8.3",
         "pytest-timeout>=2.4",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.115",
         "beartype>=0.19",
         "pyarrow>=17.0",
