@@ -41,6 +41,8 @@ class DerivedLayout:
     """Optimizer steps of one rollout, the last one possibly smaller."""
     micro_batches_per_rank: int | None
     """Micro-batches of one step on each data-parallel rank; None with dynamic packing."""
+    micro_batch_multiple: int
+    """The micro-batches of a step are a multiple of this: interleaved stages take whole rounds."""
     tokens_per_pack: int | None
     """Most tokens of one micro-batch over its context-parallel ranks."""
     tokens_per_step: int | None
@@ -77,6 +79,7 @@ class DerivedLayout:
             micro_batches_per_rank=None
             if data.use_dynamic_batch_size
             else _ceil_div(step, data.micro_batch_size * data_parallel),
+            micro_batch_multiple=micro_batch_multiple(transformer),
             tokens_per_pack=data.max_tokens_per_gpu and data.max_tokens_per_gpu * context_parallel,
             tokens_per_step=step * longest if step and longest else None,
             row_multiple=row_multiple(transformer),
@@ -139,6 +142,13 @@ def steps_per_rollout(data: DataConfig) -> int | None:
     if data.global_batch_size is None:
         return data.num_steps_per_rollout or 1
     return _ceil_div(samples_per_rollout(data), data.global_batch_size)
+
+
+def micro_batch_multiple(transformer: TransformerConfig) -> int:
+    """Micro-batches that the schedule takes at a time: 1, unless stages are interleaved."""
+    if (transformer.virtual_pipeline_model_parallel_size or 1) == 1:
+        return 1
+    return transformer.microbatch_group_size_per_vp_stage
 
 
 def row_multiple(transformer: TransformerConfig) -> int:

@@ -141,7 +141,7 @@ def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunC
         dp_size=config.layout.data_parallel,
         max_tokens=config.layout.tokens_per_pack if dynamic else None,
         micro_batch_size=None if dynamic else config.data.micro_batch_size,
-        multiple_of=_micro_batch_multiple(config),
+        multiple_of=config.layout.micro_batch_multiple,
     )
     return StepPlan(
         positions=positions,
@@ -150,10 +150,3 @@ def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunC
             tuple(tuple(positions[i] for i in pack) for pack in rank) for rank in plan
         ),
     )
-
-
-def _micro_batch_multiple(config: RunConfig) -> int:
-    """The interleaved pipeline schedule wants whole rounds of micro-batches."""
-    if config.layout.virtual_pipeline == 1:
-        return 1
-    return config.transformer.microbatch_group_size_per_vp_stage or config.layout.pipeline_parallel

@@ -170,17 +170,20 @@ class Trainee:
         return grad_norm, self.optimizer.step_with_ready_grads()
 
     def _nonfinite_gradient(self, micro_batches: Sequence[MicroBatch]) -> str | None:
-        """Which of this rank's micro-batches gives a gradient whose norm is not finite.
+        """Which of this rank's micro-batches give a gradient whose norm is not finite.
 
-        Every rank runs all of its micro-batches again, one by one, since they communicate.
+        Every rank runs all of its micro-batches again, since they communicate: one by one, or in
+        the rounds that interleaved stages need.
         """
         finalize = self.config.transformer.finalize_model_grads_func
         self.config.transformer.finalize_model_grads_func = _leave_gradients_local
         findings = []
-        for micro_batch in micro_batches:
+        round_size = self.config.layout.micro_batch_multiple
+        for first in range(0, len(micro_batches), round_size):
+            in_round = micro_batches[first : first + round_size]
             self._zero_gradients()
-            self._run([micro_batch], self.head)
-            origins = ", ".join(_origin(t.sample) for t in micro_batch.samples)
+            self._run(in_round, self.head)
+            origins = ", ".join(_origin(t.sample) for m in in_round for t in m.samples)
             findings += [f"gradient of {name} from {origins}" for name in self._nonfinite()]
         self.config.transformer.finalize_model_grads_func = finalize
         self._zero_gradients()

@@ -17,6 +17,11 @@ LAYOUTS = {
     "dp2": ["--micro-batch-size=2"],
     "cp2": ["--context-parallel-size=2", "--allgather-cp", "--micro-batch-size=3"],
     "pp2": ["--pipeline-model-parallel-size=2", "--micro-batch-size=4"],
+    "pp2 in two chunks each": [
+        "--pipeline-model-parallel-size=2",
+        "--num-virtual-stages-per-pipeline-rank=2",
+        "--micro-batch-size=4",
+    ],
     "tp2": ["--tensor-model-parallel-size=2", "--micro-batch-size=16"],
 }
 
