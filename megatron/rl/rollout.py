@@ -22,8 +22,6 @@ from megatron.rl.packing import plan_micro_batches, steps_of
 from megatron.rl.samples import Sample
 from slime_loss import compute_advantages, sample_weights
 
-OPTIONAL_FIELDS = ("rollout_log_probs", "ref_log_probs", "kept_ids")
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -59,7 +57,7 @@ class Rollout:
         samples: whole prompt groups.
         advantages: [samples] fp32.
         steps: every sample is in exactly one of them.
-        streams: the optional TokenBatch streams that every sample can fill.
+        streams: the optional TokenBatch streams that the run reads.
     """
 
     number: int
@@ -117,14 +115,16 @@ def num_steps(num_samples: int, data: DataConfig) -> int:
 
 
 def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
-    streams = {
-        name
-        for name in OPTIONAL_FIELDS
-        if all(getattr(sample, name) is not None for sample in samples)
+    """What the flags ask for; the engine's log-probs also where they are a metric alone."""
+    if config.loss.loss_type == "sft_loss":
+        return frozenset()
+    is_read = {
+        "advantages": True,
+        "rollout_log_probs": all(sample.rollout_log_probs is not None for sample in samples),
+        "ref_log_probs": config.loss.use_kl_loss,
+        "kept_ids": config.data.rollout_top_p < 1,
     }
-    if config.loss.loss_type == "policy_loss":
-        streams.add("advantages")
-    return frozenset(streams)
+    return frozenset(name for name, read in is_read.items() if read)
 
 
 def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunConfig) -> StepPlan:
