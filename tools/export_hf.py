@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from megatron.rl.arguments import FlagError, saved_config
 from megatron.rl.checkpoint import CONFIG, CheckpointError, find_checkpoint, load_model_weights
+from megatron.rl.flags.generate import all_flags
 from megatron.rl.hf import architecture_of, export_hf_weights, export_new_hf_weights
 from megatron.rl.initialize import World, distributed
 from megatron.rl.model import build_model
@@ -21,17 +23,17 @@ EXAMPLE = """\
 example:
   python tools/export_hf.py --checkpoint runs/first/checkpoints --output exported
 """
-ONE_PROCESS = {
-    "device": "cpu",
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "overlap_grad_reduce": False,
-    "hf_checkpoint": None,
-}
+OF_THE_RUN = """
+    hf_checkpoint overlap_grad_reduce sequence_parallel context_parallel_size
+    tensor_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    pipeline_model_parallel_layout num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage
+    attention_backend fp8 fp8_param_gather fp4 moe_grouped_gemm use_precision_aware_optimizer
+    optimizer_cpu_offload cpu_offloading nccl_ub
+"""
+"""Flags of layout and hardware, which the weights do not depend on and one CPU may not have."""
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def main() -> None:
 def export(checkpoint: Path, output: Path, source: Path | None) -> None:
     """Load the weights into one process and write them."""
     found = find_checkpoint(checkpoint)
-    config = saved_config(str(found / CONFIG), **ONE_PROCESS)
+    config = saved_config(str(found / CONFIG), **one_process())
     source = source or source_of(found / CONFIG)
     with distributed(config, World()) as grid:
         chunks = build_model(config, grid)
@@ -73,6 +75,11 @@ def export(checkpoint: Path, output: Path, source: Path | None) -> None:
         else:
             architecture = architecture_of(config.transformer, config.model)
             export_new_hf_weights(chunks, architecture, output, show_progress=True)
+
+
+def one_process() -> dict[str, Any]:
+    """What takes the place of the run's own flags: one process on the CPU."""
+    return {"device": "cpu"} | {name: all_flags()[name].default for name in OF_THE_RUN.split()}
 
 
 def source_of(config_file: Path) -> Path | None:
