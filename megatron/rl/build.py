@@ -90,8 +90,6 @@ def build_trainee(config: RunConfig, grid: Grid) -> Trainee:
     optimizer = get_megatron_optimizer(
         config.optimizer, chunks, use_gloo_process_groups=False, pg_collection=None
     )
-    if config.transformer.fp16:
-        config.transformer.grad_scale_func = optimizer.scale_loss
     return Trainee(config, grid, chunks, build_head(config, grid.groups), optimizer)
 
 

@@ -21,26 +21,6 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
-def is_needed(device: str) -> bool:
-    """Whether a run with this `--device` needs `install`.
-
-    Args:
-        device: "auto" (a GPU where there is one), "cuda" or "cpu".
-
-    Raises:
-        ValueError: "cuda" where torch finds no GPU, or another name.
-    """
-    if device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"--device must be one of auto, cuda, cpu: --device={device}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda needs a CUDA build of torch, a driver and a visible GPU: "
-            f"torch={torch.__version__}, torch.cuda.is_available()=False; "
-            "fix: --device cpu, or --device auto"
-        )
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-
-
 def install(*, force: bool = False) -> None:
     """Replace every target of `REPLACEMENTS`, once and for the life of this process.
 

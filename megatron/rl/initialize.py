@@ -79,11 +79,6 @@ class Grid:
         return self.groups.dp.rank()
 
     @cached_property
-    def dp_size(self) -> int:
-        """Number of replicas of the model."""
-        return self.groups.dp.size()
-
-    @cached_property
     def cp_rank(self) -> int:
         """Rank among those that share a sequence."""
         return self.groups.cp.rank()

@@ -53,13 +53,11 @@ class ConsoleLine:
     """1 where the loss or the gradient was not finite."""
     tokens_per_second: float | None = None
     """Tokens of the step over its wall time, on the whole job."""
-    loss_scale: float | None = None
-    """Loss scale of fp16."""
 
     @property
     def scalars(self) -> dict[str, float]:
         """The line's numbers under Megatron's TensorBoard names, the time in seconds."""
-        scalars = {
+        return {
             "learning-rate": self.learning_rate,
             "batch-size": self.global_batch_size,
             "grad-norm": self.grad_norm,
@@ -68,7 +66,6 @@ class ConsoleLine:
             "skipped-iterations": self.num_skipped,
             "nan-iterations": self.num_nan,
         }
-        return scalars if self.loss_scale is None else scalars | {"loss-scale": self.loss_scale}
 
     def format(self, step: int, total_steps: int, now: datetime) -> str:
         """The line: ` [2026-01-31 12:00:00] iteration        1/      20 | ... |`."""
@@ -80,8 +77,6 @@ class ConsoleLine:
             f"global batch size: {self.global_batch_size:5d}",
         ]
         cells += [f"{name}: {value:.6E}" for name, value in self.losses.items()]
-        if self.loss_scale is not None:
-            cells.append(f"loss scale: {self.loss_scale:.1f}")
         cells.append(f"grad norm: {self.grad_norm:.3f}")
         if self.tokens_per_second is not None:
             cells.append(f"tokens per second: {self.tokens_per_second:.1f}")
@@ -107,7 +102,6 @@ def merge_console_lines(lines: Sequence[ConsoleLine]) -> ConsoleLine:
         num_skipped=sum(line.num_skipped for line in lines),
         num_nan=sum(line.num_nan for line in lines),
         tokens_per_second=_finite_mean(speeds) if speeds else None,
-        loss_scale=last.loss_scale,
     )
 
 

@@ -114,7 +114,7 @@ def build_model(config: RunConfig, grid: Grid) -> list[MegatronModule]:
 def wrap_model(config: RunConfig, chunks: list[MegatronModule]) -> list[MegatronModule]:
     """Wrap chunks for training: 16-bit parameters where asked for, gradient buffers, overlap."""
     transformer = config.transformer
-    if transformer.bf16 or transformer.fp16:
+    if transformer.bf16:
         chunks = [Float16Module(transformer, chunk) for chunk in chunks]
     return [
         DistributedDataParallel(

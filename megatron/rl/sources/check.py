@@ -1,7 +1,7 @@
 """The one pass over every row of every file, before anything is trained.
 
 One rank runs it. What it returns is small and picklable: the others receive it instead of repeating
-it, and each reads the rows it trains on.
+it, and each reads rows through it.
 """
 
 import os

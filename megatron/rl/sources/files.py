@@ -166,10 +166,6 @@ class FileSource:
         """Rollouts of all epochs."""
         return self._num_epochs * self.rollouts_per_epoch
 
-    def epoch_of(self, k: int) -> int:
-        """The epoch, from 0, that rollout k belongs to."""
-        return k // self.rollouts_per_epoch
-
     def rollout_sizes(self) -> list[int]:
         """Samples of each rollout, known before the first is read."""
         sizes: list[int] = []
@@ -180,10 +176,7 @@ class FileSource:
         return sizes
 
     def rollout_rows(self, k: int) -> np.ndarray:
-        """The rows of rollout k, positions in `files.rows`, int64 [n], group after group.
-
-        The index has their lengths, rewards and groups; a rank reads only the rows it trains on.
-        """
+        """The rows of rollout k, positions in `files.rows`, int64 [n], group after group."""
         if not 0 <= k < self.num_rollouts:
             raise ValueError(f"k must be in [0, {self.num_rollouts}): k={k}")
         epoch, part = divmod(k, self.rollouts_per_epoch)

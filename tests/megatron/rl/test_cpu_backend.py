@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.rl.cpu_backend import REPLACEMENTS, Replacement, install, is_needed
+from megatron.rl.cpu_backend import REPLACEMENTS, Replacement, install
 from tests.megatron.rl.names import changed_by_import, values
 from tests.spawn import World
 
@@ -76,17 +76,6 @@ def install_forced(rank: int) -> int:
         with torch.cuda.stream(stream):
             assert torch.cuda.current_stream() is not stream
     return sum(a is not b for a, b in zip(before, once, strict=True))
-
-
-def test_device_names_decide_whether_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [is_needed(d) for d in ("auto", "cuda", "cpu")] == [False, False, True]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [is_needed(d) for d in ("auto", "cpu")] == [True, True]
-    with pytest.raises(ValueError, match=r"--device cuda needs .*fix: --device cpu"):
-        is_needed("cuda")
-    with pytest.raises(ValueError, match="--device must be one of auto, cuda, cpu: --device=gpu"):
-        is_needed("gpu")
 
 
 def test_a_name_that_is_gone_is_an_error_that_says_so() -> None:

@@ -91,10 +91,6 @@ class TestConsoleLine:
             " number of nan iterations:   0 |"
         )
 
-    def test_shows_the_loss_scale_of_fp16(self) -> None:
-        text = console(loss_scale=4096.0).format(1, 1, datetime(2026, 1, 1))
-        assert "| loss scale: 4096.0 | grad norm: 0.250 |" in text
-
     @pytest.mark.parametrize("loss", [-0.3, 0.0, -0.0, 2.5, NAN, math.inf, -math.inf])
     def test_shows_every_loss(self, loss: float) -> None:
         text = console(loss=loss).format(1, 1, datetime(2026, 1, 1))
@@ -103,7 +99,7 @@ class TestConsoleLine:
         assert float(shown.group(1)) == pytest.approx(loss, nan_ok=True)
 
     def test_scalars_have_megatrons_names(self) -> None:
-        assert console(2, num_skipped=1, num_nan=1, loss_scale=8.0).scalars == {
+        assert console(2, num_skipped=1, num_nan=1).scalars == {
             "learning-rate": 1e-5,
             "batch-size": 16,
             "grad-norm": 0.25,
@@ -111,7 +107,6 @@ class TestConsoleLine:
             "consumed-samples": 32,
             "skipped-iterations": 1,
             "nan-iterations": 1,
-            "loss-scale": 8.0,
         }
 
 
