@@ -88,7 +88,7 @@ class RLHead(nn.Module):
         *,
         bias: Float[Tensor, " columns"] | None = None,
     ) -> TokenLogProbs:
-        """Log-probs of the rows that train, with the entropy as a metric, and no loss.
+        """Log-probs of the rows that train, without entropy and without loss.
 
         Args:
             hidden: [T, H], or this rank's [T/tp, H] with sequence_parallel.
@@ -97,12 +97,12 @@ class RLHead(nn.Module):
             bias: [V/tp], added to the logits.
 
         Returns:
-            log_probs and entropy [T], nats, 0 at rows that do not train.
+            log_probs [T], nats, 0 at rows that do not train.
 
         Raises:
             ValueError: Shapes that do not fit, or a label outside the vocabulary.
         """
-        return self._project(hidden, weight, bias, batch, "metric")
+        return self._project(hidden, weight, bias, batch, "none")
 
     def _project(
         self,
