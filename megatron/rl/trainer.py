@@ -160,7 +160,7 @@ class Trainer:
         packs = step.micro_batches[self.grid.dp_rank]
         old = ("old_log_probs",) if self._recomputes(rollout) and self.grid.is_last_stage else ()
         indices = [rollout.samples[position].index for pack in packs for position in pack]
-        with phase("training", number, self.grid, f"of samples {indices}"):
+        with phase("training", number, self.grid, str(indices)):
             micro_batches = [self._micro_batch(rollout, step, pack, old) for pack in packs]
             result = self.trainee.step(micro_batches)
         self._advance(rollout, step, result)
