@@ -69,7 +69,7 @@ def export(checkpoint: Path, output: Path, source: Path | None) -> None:
     source = source or source_of(found / CONFIG)
     with distributed(config, World()) as grid:
         chunks = build_model(config, grid)
-        load_model_weights(chunks, found)
+        load_model_weights(config, chunks, found)
         if source is not None:
             export_hf_weights(chunks, source, output, show_progress=True)
         else:

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.rl.checkpoint import (
     Checkpointer,
+    CheckpointError,
     Progress,
     Restored,
     find_checkpoint,
@@ -62,10 +63,17 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
 
 
 def restore(config: RunConfig, checkpointer: Checkpointer) -> Restored | None:
-    """Load `--load`; without a checkpoint there the run starts from its initial weights."""
+    """Load `--load`; without a checkpoint there the run starts from its initial weights.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit, or `--exit-on-missing-checkpoint` and none
+            there is complete.
+    """
     if config.checkpoint.load is None:
         return None
     restored = checkpointer.load()
+    if restored is None and config.checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"{config.checkpoint.load} holds no complete checkpoint")
     if restored is None:
         log_info(f"no checkpoint in {config.checkpoint.load}: starting from the initial weights")
     return restored
@@ -76,7 +84,7 @@ def build_trainee(config: RunConfig, grid: Grid) -> Trainee:
     chunks = build_model(config, grid)
     pretrained, hf_directory = config.checkpoint.pretrained_checkpoint, config.model.hf_checkpoint
     if pretrained is not None:
-        load_model_weights(chunks, find_checkpoint(Path(pretrained)))
+        load_model_weights(config, chunks, find_checkpoint(Path(pretrained)))
     elif hf_directory is not None:
         load_hf_weights(
             chunks, Path(hf_directory), tp_group=grid.groups.tp, show_progress=grid.is_writer

@@ -121,7 +121,7 @@ class Checkpointer:
         state["contents"] = sorted(state)
         state["optimizer_format"] = optimizer_format
         state["progress"] = asdict(progress)
-        state["architecture"] = self._architecture()
+        state["architecture"] = _architecture(self.config)
         state["topology"] = self._topology()
         state["data"] = dict(self.data)
         state["old_log_probs"] = self._everyones(old_log_probs)
@@ -251,22 +251,11 @@ class Checkpointer:
                 "--use-checkpoint-opt-param-scheduler the checkpoint's"
             ) from error
 
-    def _architecture(self) -> dict[str, Any]:
-        values = {name: getattr(self.config.transformer, name) for name in ARCHITECTURE}
-        values["vocab_size"] = self.config.model.vocab_size
-        values["tied"] = not self.config.model.untie_embeddings_and_output_weights
-        return values
-
     def _check_common(self, common: Mapping[str, Any], directory: Path) -> None:
-        differences = _differences(common["architecture"], self._architecture())
-        fix = "use the flags that it was saved with"
-        if not differences and not self.config.checkpoint.finetune:
-            differences = _differences(common["data"], self.data)
-            fix = "use the same rollouts and batches, or --finetune to start anew from the weights"
-        if differences:
-            raise CheckpointError(
-                f"{directory} does not fit this run: {'; '.join(differences)}; fix: {fix}"
-            )
+        _check_architecture(common, directory, self.config)
+        fix = "use the same rollouts and batches, or --finetune to start anew from the weights"
+        if not self.config.checkpoint.finetune:
+            _refuse_differences(directory, common["data"], self.data, fix)
 
     def _topology(self) -> dict[str, int]:
         layout = self.config.layout
@@ -314,16 +303,20 @@ def find_checkpoint(directory: Path) -> Path:
     return found
 
 
-def load_model_weights(chunks: Sequence[RLModel], checkpoint: Path) -> None:
+def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint: Path) -> None:
     """Fill models of any layout with the weights of a checkpoint, and nothing else.
 
     Args:
+        config: what the models are built from.
         chunks: this rank's model chunks, not wrapped.
         checkpoint: as `find_checkpoint` gives it.
 
     Raises:
-        CheckpointError: a tensor does not fit.
+        CheckpointError: the architecture differs, or a tensor does not fit.
     """
+    # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    _check_architecture(common, checkpoint, config)
     _fill(chunks, _load_strictly(_sharded(chunks), checkpoint, whole=False))
 
 
@@ -350,12 +343,29 @@ def _is_complete(path: Path) -> bool:
     return dist_checkpointing.check_is_distributed_checkpoint(str(path))
 
 
-def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    return [
+def _architecture(config: RunConfig) -> dict[str, Any]:
+    values = {name: getattr(config.transformer, name) for name in ARCHITECTURE}
+    values["vocab_size"] = config.model.vocab_size
+    values["tied"] = not config.model.untie_embeddings_and_output_weights
+    return values
+
+
+def _check_architecture(common: Mapping[str, Any], directory: Path, config: RunConfig) -> None:
+    fix = "use the flags that it was saved with"
+    _refuse_differences(directory, common["architecture"], _architecture(config), fix)
+
+
+def _refuse_differences(
+    directory: Path, saved: Mapping[str, Any], here: Mapping[str, Any], fix: str
+) -> None:
+    differences = [
         f"{name}: checkpoint {saved.get(name)}, this run {value}"
         for name, value in here.items()
         if saved.get(name) != value
     ]
+    if differences:
+        named = "; ".join(differences)
+        raise CheckpointError(f"{directory} does not fit this run: {named}; fix: {fix}")
 
 
 def read_tracker(root: Path) -> int | None:
@@ -385,5 +395,5 @@ def _newest_complete(root: Path) -> Path | None:
     complete = [path for path in sorted(root.glob("iter_*[0-9]")) if _is_complete(path)]
     newest = complete[-1] if complete else None
     if named is not None:
-        log_warning(f"checkpoint {named} is missing or incomplete; loading {newest}")
+        log_warning(f"checkpoint {named} is missing or incomplete; newest complete one: {newest}")
     return newest

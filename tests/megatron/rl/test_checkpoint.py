@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
+from megatron.rl.build import restore
 from megatron.rl.checkpoint import (
     CheckpointError,
     Progress,
@@ -15,6 +17,7 @@ from megatron.rl.checkpoint import (
 )
 from tests.megatron.rl.running import Running, running
 from tests.megatron.rl.tiny import (
+    MODEL_FLAGS,
     RUN_FLAGS,
     rollout_rows,
     write_llama,
@@ -107,6 +110,16 @@ def refusal(rank: int, argv: list[str]) -> str:
     return ""
 
 
+def refusal_to_begin(rank: int, argv: list[str]) -> str:
+    try:
+        with running(rank, 2, argv) as run:
+            restore(run.trainee.config, run.checkpointer)
+    except CheckpointError as error:
+        parallel_state.destroy_model_parallel()
+        return str(error)
+    return ""
+
+
 def save_steps(rank: int, argv: list[str], steps: list[int]) -> None:
     with running(rank, 2, argv) as run:
         for step in steps:
@@ -184,6 +197,28 @@ def test_a_pretrained_checkpoint_gives_the_weights_alone(
         assert got.learning_rate == 1e-3
         for name, value in expected.metrics.items():
             assert got.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+
+
+def test_a_pretrained_checkpoint_must_be_of_the_same_model(
+    two_ranks: World, tmp_path: Path
+) -> None:
+    data = write_rollouts(tmp_path / "rollouts.jsonl")
+    argv = [*MODEL_FLAGS, *RUN_FLAGS, "--global-batch-size=5", f"--rollout-data={data}"]
+    two_ranks.run(save_steps, [*argv, f"--save={tmp_path}"], [1])
+    same_shapes = ["--num-attention-heads=8", "--num-query-groups=4", "--kv-channels=4"]
+    argv += [*same_shapes, f"--pretrained-checkpoint={tmp_path}"]
+    for message in two_ranks.run(refusal_to_begin, argv):
+        assert "num_attention_heads: checkpoint 4, this run 8" in message
+
+
+def test_a_checkpoint_that_must_be_there_must_be_complete(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    two_ranks.run(save_steps, [*flags, f"--save={tmp_path}"], [2])
+    (tmp_path / "iter_0000002" / "metadata.json").unlink()
+    argv = [*flags, f"--load={tmp_path}", "--exit-on-missing-checkpoint"]
+    for message in two_ranks.run(refusal_to_begin, argv):
+        assert message == f"{tmp_path} holds no complete checkpoint"
 
 
 def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
