@@ -1,8 +1,8 @@
 """What a run is made of: one frozen dataclass per concern, one field per flag.
 
 The string under a field is its `--help` text. `megatron.rl.flags` makes the flags from these
-fields, `megatron.rl.rules` says which combinations mean something, and `RunConfig` is all that
-the rest of the program ever sees.
+fields and says which combinations mean something, and `RunConfig` is all that the rest of the
+program ever sees.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class DataConfig:
     --global-batch-size samples, and without that a whole epoch."""
 
     n_samples_per_prompt: int | None = None
-    """Responses that every prompt must have in the rollout files; without it group sizes are
-    whatever the files hold."""
+    """Responses per prompt in the rollout files, as batches are reckoned; prompts that have another
+    number are reported and trained all the same."""
 
     num_rollout: int | None = None
-    """Rollouts to train on; without it all that the epochs give."""
+    """Rollouts at most; without it all that the epochs give."""
 
     num_steps_per_rollout: int | None = None
     """Optimizer steps per rollout; where --global-batch-size is not given it is the samples of a
@@ -130,7 +130,8 @@ class DataConfig:
     """top-p at which the rollouts were sampled; below 1 the kept ids of each row are replayed."""
 
     bad_rows: Literal["error", "skip"] = "error"
-    """A bad row ends the run, or is counted, written aside and left out."""
+    """A bad row ends the run, or is counted, left out, and written aside into --tensorboard-dir or
+    --save."""
 
     trust_pickle: bool = False
     """Unpickle .pt rollout dumps in full; only for files whose origin you trust."""
