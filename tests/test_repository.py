@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import resolve
+from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.config import RunConfig
 from megatron.rl.flags.generate import Flag, all_flags
-from megatron.rl.flags.machine import TRACKER
 from megatron.rl.stopping import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
@@ -238,6 +238,7 @@ class TestCommandLines:
             (2, 1, 2, 1, 1),
             (8, 2, 2, 2, 1),
             (32, 2, 2, 4, 2),
+            (1, 1, 1, 1, 1),
         ]
 
     @pytest.mark.usefixtures("workplace")

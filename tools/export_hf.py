@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from megatron.rl.arguments import FlagError, saved_config
-from megatron.rl.checkpoint import CONFIG, CheckpointError, find_checkpoint, load_model_weights
+from megatron.rl.checkpoint import load_model_weights
+from megatron.rl.checkpoint_files import CONFIG, CheckpointError, find_checkpoint
 from megatron.rl.flags.generate import all_flags
 from megatron.rl.hf import architecture_of, export_hf_weights, export_new_hf_weights
 from megatron.rl.initialize import World, distributed

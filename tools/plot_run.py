@@ -28,7 +28,7 @@ except ImportError:
 
 EXAMPLE = """\
 example:
-  python tools/plot_run.py runs/quickstart/tensorboard --output curves.png
+  python tools/plot_run.py runs/quickstart/grpo --output curves.png
   python tools/plot_run.py runs/seed1 runs/seed2 --metrics train/pg_loss rollout/raw_reward/mean
 """
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from itertools import islice
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.rl.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    Progress,
-    Restored,
-    find_checkpoint,
-    load_model_weights,
-)
+from megatron.rl.checkpoint import Checkpointer, Progress, Restored, load_model_weights
+from megatron.rl.checkpoint_files import find_checkpoint
 from megatron.rl.config import RunConfig
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World
-from megatron.rl.logging import RunLogger, log_info
+from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.model import build_head, build_model, wrap_model
 from megatron.rl.rollout import num_steps
 from megatron.rl.samples import BadRowsError, RowRules
@@ -66,16 +60,15 @@ def restore(config: RunConfig, checkpointer: Checkpointer) -> Restored | None:
     """Load `--load`; without a checkpoint there the run starts from its initial weights.
 
     Raises:
-        CheckpointError: the checkpoint does not fit, or `--exit-on-missing-checkpoint` and none
-            there is complete.
+        CheckpointError: the checkpoint does not fit, or none there is complete.
     """
     if config.checkpoint.load is None:
         return None
     restored = checkpointer.load()
-    if restored is None and config.checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"{config.checkpoint.load} holds no complete checkpoint")
     if restored is None:
-        log_info(f"no checkpoint in {config.checkpoint.load}: starting from the initial weights")
+        log_info(f"no checkpoint in {config.checkpoint.load} yet: starting at step 1")
+    else:
+        log_info(f"loaded {config.checkpoint.load}: going on at step {restored.progress.step + 1}")
     return restored
 
 
@@ -83,6 +76,7 @@ def build_trainee(config: RunConfig, grid: Grid) -> Trainee:
     """Model, head and optimizer with the initial weights."""
     chunks = build_model(config, grid)
     pretrained, hf_directory = config.checkpoint.pretrained_checkpoint, config.model.hf_checkpoint
+    log_info(f"initial weights: {pretrained or hf_directory or 'random'}")
     if pretrained is not None:
         load_model_weights(config, chunks, find_checkpoint(Path(pretrained)))
     elif hf_directory is not None:
@@ -171,13 +165,14 @@ def check_data(config: RunConfig) -> RolloutFiles:
 def make_source(config: RunConfig, files: RolloutFiles) -> FileSource:
     """The checked files as rollouts.
 
-    Without `--rollout-batch-size` a rollout is the prompts of `--num-steps-per-rollout` steps.
+    Without `--rollout-batch-size` a rollout is the whole prompts that fit into
+    `--num-steps-per-rollout` steps, so that none of them is a small remainder.
     """
     data = config.data
     prompts = data.rollout_batch_size
     if prompts is None and data.global_batch_size is not None:
         samples = data.global_batch_size * (data.num_steps_per_rollout or 1)
-        prompts = math.ceil(samples / (data.n_samples_per_prompt or files.largest_group))
+        prompts = max(samples // (data.n_samples_per_prompt or files.largest_group), 1)
     return FileSource(
         files,
         rollout_batch_size=prompts,
@@ -217,6 +212,15 @@ def announce(config: RunConfig, source: FileSource, total_steps: int) -> None:
     """Print the resolved configuration, the layout and the data, once."""
     log_info(f"configuration:\n{config.describe()}")
     log_info(f"rollouts:\n{source.describe()}\n{'optimizer steps':<18}{total_steps}")
+    wanted = config.data.num_rollout
+    if wanted is not None and wanted > source.num_rollouts:
+        log_warning(f"--num-rollout {wanted}: the epochs give {source.num_rollouts} rollouts")
+    scored = int(source.files.rows["has_rollout_log_probs"].sum())
+    if 0 < scored < len(source.files) and config.loss.loss_type == "policy_loss":
+        log_warning(
+            f"rollout_log_probs in {scored} of {len(source.files)} samples: rollouts that lack "
+            "some are not compared with the engine (train_rollout_* are left out there)"
+        )
 
 
 def data_identity(config: RunConfig, source: FileSource) -> dict[str, object]:
@@ -224,7 +228,7 @@ def data_identity(config: RunConfig, source: FileSource) -> dict[str, object]:
     data = config.data
     return {
         "rollouts": source.files.fingerprint,
-        "rollouts_per_epoch": source.rollouts_per_epoch,
+        "rollout_batch_size": source.groups_per_rollout,
         "global_batch_size": data.global_batch_size,
         "num_steps_per_rollout": data.num_steps_per_rollout,
         "shuffle": data.shuffle,
@@ -234,7 +238,10 @@ def data_identity(config: RunConfig, source: FileSource) -> dict[str, object]:
 
 def count_steps(source: FileSource, config: RunConfig) -> int:
     """Optimizer steps of the whole run, known from the rollout index."""
-    sizes = source.rollout_sizes()[: config.data.num_rollout]
-    steps = sum(num_steps(size, config.data) for size in sizes)
     limit = config.schedule.train_iters
+    steps = 0
+    for size in islice(source.rollout_sizes(), config.data.num_rollout):
+        if limit is not None and steps >= limit:
+            return limit
+        steps += num_steps(size, config.data)
     return steps if limit is None else min(steps, limit)

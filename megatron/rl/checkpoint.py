@@ -1,7 +1,4 @@
-"""Checkpoints through megatron-core's distributed checkpointing, in Megatron's directory layout.
-
-    DIR/latest_checkpointed_iteration.txt    the newest complete step, written last and atomically
-    DIR/iter_0000020/                        one step: torch_dist shards, common.pt, config.yaml
+"""Checkpoints through megatron-core's distributed checkpointing: what is saved, loaded, compared.
 
 A directory is written under another name and renamed when all ranks are done, so `iter_*` is
 always complete.
@@ -9,10 +6,10 @@ always complete.
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +21,22 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
+from megatron.rl.checkpoint_files import (
+    CONFIG,
+    CheckpointError,
+    newest_checkpoint,
+    read_tracker,
+    write_tracker,
+)
 from megatron.rl.config import RunConfig
-from megatron.rl.flags.machine import TRACKER
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_warning
 from megatron.rl.model import RLModel, unwrap
 from megatron.rl.rng import restore_rng, rng_state
 from megatron.rl.step import Trainee
 
-CONFIG = "config.yaml"
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -48,10 +51,6 @@ ARCHITECTURE = (
     "gated_linear_unit",
     "num_moe_experts",
 )
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the message says what does not fit."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,7 @@ class Checkpointer:
             state["rng"] = self._rng_state()
         state["contents"] = sorted(state)
         state["optimizer_format"] = optimizer_format
+        state["optimizer_kind"] = self._optimizer_kind()
         state["progress"] = asdict(progress)
         state["architecture"] = _architecture(self.config)
         state["topology"] = self._topology()
@@ -150,7 +150,7 @@ class Checkpointer:
         directory = self._newest()
         if directory is None:
             return None
-        common = dist_checkpointing.load_common_state_dict(str(directory))
+        common = _load_common(directory)
         self._check_common(common, directory)
         state = self._load_state(directory, common)
         flags = self.config.checkpoint
@@ -212,12 +212,26 @@ class Checkpointer:
         whole = set(common["contents"]) == set(state)
         return _load_strictly(state, directory, whole=whole)
 
+    def _optimizer_kind(self) -> dict[str, Any]:
+        optimizer = self.config.optimizer
+        return {
+            "optimizer": optimizer.optimizer,
+            "use_distributed_optimizer": optimizer.use_distributed_optimizer,
+            "bf16": optimizer.bf16,
+        }
+
     def _loadable_format(self, directory: Path, common: Mapping[str, Any]) -> str:
         if "optimizer" not in common["contents"]:
             raise CheckpointError(
                 f"{directory} has no optimizer state (saved with --no-save-optim); "
                 "fix: --no-load-optim"
             )
+        _refuse_differences(
+            directory,
+            common["optimizer_kind"],
+            self._optimizer_kind(),
+            "use the optimizer that it was saved with, or --no-load-optim",
+        )
         saved, here = common["topology"], self._topology()
         if common["optimizer_format"] == "dp_reshardable" and saved != here:
             raise CheckpointError(
@@ -279,28 +293,21 @@ class Checkpointer:
 
     def _newest(self) -> Path | None:
         """Rank 0's answer, so that all ranks load the same."""
-        found = [
-            _newest_complete(Path(self.config.checkpoint.load)) if self.grid.is_writer else None
-        ]
+        found: list[Path | CheckpointError | None] = [None]
+        if self.grid.is_writer:
+            try:
+                found[0] = newest_checkpoint(Path(self.config.checkpoint.load))
+            except CheckpointError as error:
+                found[0] = error
         dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
         return found[0]
 
     def _retire(self, root: Path, previous: int | None, step: int) -> None:
         keep = self.config.checkpoint.save_retain_interval
         if keep and previous is not None and previous != step and previous % keep:
             shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """The checkpoint that a directory is, or the newest complete one in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = directory if _is_complete(directory) else _newest_complete(directory)
-    if found is None:
-        raise CheckpointError(f"{directory} holds no complete checkpoint")
-    return found
 
 
 def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint: Path) -> None:
@@ -315,7 +322,7 @@ def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint:
         CheckpointError: the architecture differs, or a tensor does not fit.
     """
     # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    common = _load_common(checkpoint)
     _check_architecture(common, checkpoint, config)
     _fill(chunks, _load_strictly(_sharded(chunks), checkpoint, whole=False))
 
@@ -333,14 +340,23 @@ def _fill(chunks: Sequence[RLModel], state: Mapping[str, Any]) -> None:
 def _load_strictly(state: dict[str, Any], directory: Path, *, whole: bool) -> dict[str, Any]:
     """Read what `state` asks for: all of it must be there, and with `whole` nothing more."""
     strict = StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED
-    try:
+    with _named(directory):
         return dist_checkpointing.load(state, str(directory), strict=strict)
-    except Exception as error:
-        raise CheckpointError(f"{directory} does not fit this run: {error}") from error
 
 
-def _is_complete(path: Path) -> bool:
-    return dist_checkpointing.check_is_distributed_checkpoint(str(path))
+def _load_common(directory: Path) -> dict[str, Any]:
+    """What is the same for all ranks: progress, architecture, topology, data."""
+    with _named(directory):
+        return dist_checkpointing.load_common_state_dict(str(directory))
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Name the checkpoint in whatever is wrong with it; torch's own error is no Exception."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{directory} cannot be loaded into this run: {error}") from error
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
@@ -366,34 +382,3 @@ def _refuse_differences(
     if differences:
         named = "; ".join(differences)
         raise CheckpointError(f"{directory} does not fit this run: {named}; fix: {fix}")
-
-
-def read_tracker(root: Path) -> int | None:
-    """The step that the tracker of a checkpoint directory names, if it has one."""
-    try:
-        return int((root / TRACKER).read_text())
-    except FileNotFoundError:
-        return None
-
-
-def write_tracker(root: Path, step: int) -> None:
-    """Point the tracker at a complete checkpoint, atomically and durably."""
-    temporary = root / f"{TRACKER}.partial"
-    with temporary.open("w") as file:
-        file.write(str(step))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(root / TRACKER)
-
-
-def _newest_complete(root: Path) -> Path | None:
-    """The tracker's checkpoint; where that one is broken, the newest complete one."""
-    step = read_tracker(root)
-    named = None if step is None else root / f"iter_{step:07d}"
-    if named is not None and _is_complete(named):
-        return named
-    complete = [path for path in sorted(root.glob("iter_*[0-9]")) if _is_complete(path)]
-    newest = complete[-1] if complete else None
-    if named is not None:
-        log_warning(f"checkpoint {named} is missing or incomplete; newest complete one: {newest}")
-    return newest

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.rl.initialize import Grid
 
@@ -85,7 +86,7 @@ def phase(name: str, step: int, grid: Grid, samples: str = "") -> Iterator[None]
         yield
     except StepError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's own error is no Exception
         where = f"rank {grid.world.rank}, step {step}, {name}"
         about = f" (samples {samples})" if samples else ""
         raise StepError(f"{where}{about}: {type(error).__name__}: {error}") from error

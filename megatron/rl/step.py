@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -175,19 +176,30 @@ class Trainee:
         Every rank runs all of its micro-batches again, since they communicate: one by one, or in
         the rounds that interleaved stages need.
         """
-        finalize = self.config.transformer.finalize_model_grads_func
-        self.config.transformer.finalize_model_grads_func = _leave_gradients_local
         findings = []
         round_size = self.config.layout.micro_batch_multiple
         for first in range(0, len(micro_batches), round_size):
             in_round = micro_batches[first : first + round_size]
             self._zero_gradients()
-            self._run(in_round, self.head)
+            with self._local_gradients():
+                self._run(in_round, self.head)
             origins = ", ".join(_origin(t.sample) for m in in_round for t in m.samples)
             findings += [f"gradient of {name} from {origins}" for name in self._nonfinite()]
-        self.config.transformer.finalize_model_grads_func = finalize
         self._zero_gradients()
         return findings[0] if findings else None
+
+    @contextmanager
+    def _local_gradients(self) -> Iterator[None]:
+        """Leave every rank its own gradients: nothing is reduced, during the backward or after."""
+        transformer = self.config.transformer
+        saved = transformer.finalize_model_grads_func, transformer.no_sync_func
+        transformer.finalize_model_grads_func = _leave_gradients_local
+        transformer.no_sync_func = nullcontext
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+        transformer.finalize_model_grads_func, transformer.no_sync_func = saved
 
     def _nonfinite(self) -> list[str]:
         """The parameters of this rank whose gradient norm is not finite."""
@@ -237,14 +249,21 @@ def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head
         output_processor=process,
         output_processor_context=micro_batch.batch,
     )
-    return output, _keep
+    # core handles tensors alone; the rest of the last stage's output waits in the loss function
+    if isinstance(output, LossOutput):
+        return output.loss, partial(_keep, output)
+    if isinstance(output, TokenLogProbs):
+        return output.log_probs, partial(_keep, output)
+    return output, None
 
 
-def _keep(output: LossOutput | TokenLogProbs, non_loss_data: bool = False) -> Any:
+def _keep(
+    output: LossOutput | TokenLogProbs, first: Tensor, non_loss_data: bool = False
+) -> LossOutput | TokenLogProbs | tuple[Tensor, Tensor, LossOutput]:
     """Core's loss function: the loss as it is, no token count, and the output for later."""
     if non_loss_data:
         return output
-    return output.loss, torch.zeros((), dtype=torch.int), output
+    return first, torch.zeros((), dtype=torch.int), output
 
 
 def _nonfinite_row(

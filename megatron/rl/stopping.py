@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
 from typing import NoReturn
 
-from megatron.rl.checkpoint import CheckpointError
+from megatron.rl.checkpoint_files import CheckpointError
 from megatron.rl.config import CheckpointConfig
 from megatron.rl.guard import SkippedStepsError, StepError
 from megatron.rl.initialize import World
@@ -27,6 +28,7 @@ class Stop(IntEnum):
     DURATION = 2
     SIGUSR1 = 3
     SIGTERM = 4
+    SIGINT = 5
 
 
 EXIT_OK = 0
@@ -35,12 +37,15 @@ EXIT_USAGE = 2
 EXIT_SKIPPED = 3
 EXIT_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: saved, run it again
 
+FORESEEN = (RuntimeError, OSError, ValueError)
+"""What a lost peer, a full disk or bad input raise: their message is enough."""
+
 EXIT_CODES = {
     EXIT_OK: "trained to the end, or to --exit-interval or --exit-duration-in-mins",
     EXIT_ERROR: "failed; the message names rank, step and phase",
-    EXIT_USAGE: "flags or rollout data refused; nothing was trained",
+    EXIT_USAGE: "flags, rollout data or checkpoint refused; nothing was trained",
     EXIT_SKIPPED: "more than --max-skipped-steps steps were not finite",
-    EXIT_SIGNAL: "stopped by SIGTERM or SIGUSR1 after saving; run again with --load",
+    EXIT_SIGNAL: "stopped by SIGTERM, SIGUSR1 or Ctrl-C after saving; run again with --load",
 }
 
 
@@ -50,18 +55,20 @@ SECONDS_FOR_RANK_0 = 5.0
 class StopRequest:
     """Collects this rank's reasons to stop; asked once a step.
 
-    Installs handlers for SIGTERM and SIGUSR1: the step in flight is finished first.
+    Installs handlers for SIGTERM, SIGUSR1 and SIGINT: the step in flight is finished first. A
+    second Ctrl-C does not wait.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._start = time.monotonic()
         self._signal = Stop.NONE
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._signal = max(self._signal, Stop[signal.Signals(number).name])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def reason(self, step: int, steps_taken: int) -> Stop:
         """The reason of this rank to end.
@@ -89,13 +96,17 @@ def exit_with_message(world: World) -> Iterator[None]:
     """
     try:
         yield
-    except (BadRowsError, ValueError) as error:
+    except (BadRowsError, CheckpointError, ValueError) as error:
         _end(EXIT_USAGE, str(error), world)
     except SkippedStepsError as error:
         _end(EXIT_SKIPPED, str(error), world)
-    except (StepError, CheckpointError) as error:
+    except StepError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, FORESEEN):
+            traceback.print_exception(error.__cause__)
         log_error(str(error), every_rank=True)
         sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        _end(EXIT_SIGNAL, "interrupted; --load goes on from the last checkpoint", world)
 
 
 def _end(code: int, message: str, world: World) -> NoReturn:

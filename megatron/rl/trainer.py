@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.rl.batching import MicroBatch, build_micro_batch
 from megatron.rl.checkpoint import Checkpointer, Progress
 from megatron.rl.config import RunConfig
-from megatron.rl.guard import SkippedStepsError, StepDigest, agree, phase
+from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.report import console_line, step_scalars
@@ -67,6 +67,8 @@ class Trainer:
             StepError: a step failed, or too many were not finite.
         """
         stop = Stop.NONE
+        if self.progress.step >= self.total_steps:
+            log_info(f"nothing left to train: step {self.progress.step} of {self.total_steps}")
         with self.logger:
             while not stop and self.progress.step < self.total_steps:
                 stop = self._train_rollout()
@@ -74,13 +76,14 @@ class Trainer:
                 self._save()
         if stop:
             log_info(f"stopped after step {self.progress.step}: {stop.name}")
-        return EXIT_SIGNAL if stop in (Stop.SIGTERM, Stop.SIGUSR1) else EXIT_OK
+        return EXIT_SIGNAL if stop >= Stop.SIGUSR1 else EXIT_OK
 
     def _train_rollout(self) -> Stop:
         """The steps of the current rollout that are still to be taken."""
         with phase("reading rollouts", self.progress.step + 1, self.grid):
             samples = self.source.rollout(self.progress.rollout)
             rollout = plan_rollout(self.progress.rollout, samples, self.config)
+            self._check_position(rollout)
         seconds = self._prepare_old_log_probs(rollout)
         for step in rollout.steps[self.progress.step_in_rollout :]:
             stop = self._agree(rollout, step)
@@ -90,6 +93,21 @@ class Trainer:
             seconds = 0.0
             self._save_if_due()
         return Stop.NONE
+
+    def _check_position(self, rollout: Rollout) -> None:
+        """A run resumed within a rollout must find its steps and their old log-probs."""
+        done = self.progress.step_in_rollout
+        if done >= len(rollout.steps):
+            raise StepError(
+                f"the checkpoint has taken {done} steps of rollout {rollout.number}, which has "
+                f"{len(rollout.steps)} here"
+            )
+        missing = done and self._recomputes(rollout) and not self.old_log_probs
+        if missing:
+            raise StepError(
+                f"the checkpoint lies within rollout {rollout.number} and has no old log-probs "
+                "for it (saved with --use-rollout-logprobs); fix: go on with that flag"
+            )
 
     def _recomputes(self, rollout: Rollout) -> bool:
         """Whether old log-probs come from a pass of their own.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.flags.rule import Violation
 from megatron.rl.sources.paths import expand_paths
 
-TRACKER = "latest_checkpointed_iteration.txt"
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver on Linux and in Windows' Linux."""
 
@@ -31,10 +31,14 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
             f"cuda (PyTorch {torch.__version__})",
             "install the driver and a CUDA build of PyTorch, or use --device cpu",
         )
+    for name in ("load", "save", "pretrained_checkpoint", "tensorboard_dir"):
+        if flags[name] == "":
+            spelling = f"--{name.replace('_', '-')}"
+            yield _violation(spelling, "must name a directory", "''", f"leave {spelling} out")
     yield from _rollouts(flags["rollout_data"])
     yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
     pretrained = flags["pretrained_checkpoint"]
-    if pretrained is not None and not (Path(pretrained) / TRACKER).is_file():
+    if pretrained and not (Path(pretrained) / TRACKER).is_file():
         yield _violation(
             "--pretrained-checkpoint",
             f"must hold a checkpoint ({TRACKER})",
@@ -60,7 +64,7 @@ def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:
 
 def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Violation]:
     """A first start with `--load` and `--save` on one new directory must work."""
-    if load is None:
+    if not load:
         return
     if must_exist and not (Path(load) / TRACKER).is_file():
         yield _violation(
@@ -80,7 +84,7 @@ def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Viol
 
 def _writable(flag: str, directory: str | None) -> Iterator[Violation]:
     """The directory, or the nearest existing one above it, must take new files."""
-    if directory is None:
+    if not directory:
         return
     existing = Path(directory).absolute()
     while not existing.exists():

@@ -72,6 +72,17 @@ MODEL = (
     ),
     Rule(
         "recompute_num_layers",
+        lambda s: (
+            s.recompute_num_layers is not None
+            and s.num_layers is not None
+            and s.recompute_num_layers * s.pp * (s.virtual_pipeline_model_parallel_size or 1)
+            > s.num_layers
+        ),
+        "must be at most the layers of one pipeline stage",
+        "lower it; 1 recomputes each layer by itself",
+    ),
+    Rule(
+        "recompute_num_layers",
         lambda s: s.recompute_num_layers is not None and s.recompute_granularity != "full",
         "needs --recompute-granularity full",
         "add --recompute-granularity full, or leave --recompute-num-layers out",
@@ -155,6 +166,12 @@ LAYOUT = (
 )
 
 EXPERTS = (
+    Rule(
+        "moe_router_load_balancing_type",
+        lambda s: "sinkhorn" in _as_list(s.moe_router_load_balancing_type),
+        "must not be sinkhorn: the loss would depend on how samples are packed",
+        "use none or aux_loss",
+    ),
     Rule(
         "expert_model_parallel_size",
         lambda s: s.ep > 1 and s.num_moe_experts is None,

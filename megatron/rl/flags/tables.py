@@ -16,6 +16,13 @@ NOT_OFFERED = {
     ("*.overlap_param_gather", "*.align_param_gather"): (
         "the head reads the output weight outside of the module that megatron-core waits in"
     ),
+    (
+        "transformer.moe_expert_capacity_factor",
+        "transformer.moe_pad_expert_input_to_capacity",
+        "transformer.moe_token_drop_policy",
+        "transformer.moe_input_jitter_eps",
+        "transformer.moe_router_force_load_balancing",
+    ): "the loss would depend on how samples are packed",
     ("transformer.calculate_per_token_loss",): "the loss reaches megatron-core as a sum already",
     (
         "*.params_dtype",

@@ -123,6 +123,10 @@ class FileSource:
         seed: Decides the order of the groups, together with the epoch.
         shuffle: False keeps the order of the files.
         n_samples_per_prompt: The size groups should have; others are reported, not refused.
+
+    Attributes:
+        files: The checked files.
+        groups_per_rollout: Groups (prompts) of a rollout.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class FileSource:
         self._members = np.argsort(groups, kind="stable")  # rows, group by group
         self._sizes = np.bincount(groups)
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
-        self._rollout_groups = min(rollout_batch_size or self.num_groups, self.num_groups)
+        self.groups_per_rollout = min(rollout_batch_size or self.num_groups, self.num_groups)
 
     @property
     def num_groups(self) -> int:
@@ -159,29 +163,27 @@ class FileSource:
     @property
     def rollouts_per_epoch(self) -> int:
         """Rollouts of one epoch, the last one smaller where the groups do not divide."""
-        return -(-self.num_groups // self._rollout_groups)
+        return -(-self.num_groups // self.groups_per_rollout)
 
     @property
     def num_rollouts(self) -> int:
         """Rollouts of all epochs."""
         return self._num_epochs * self.rollouts_per_epoch
 
-    def rollout_sizes(self) -> list[int]:
-        """Samples of each rollout, known before the first is read."""
-        sizes: list[int] = []
+    def rollout_sizes(self) -> Iterator[int]:
+        """Samples of each rollout, known before the first is read; epoch by epoch."""
+        starts = np.arange(0, self.num_groups, self.groups_per_rollout)
         for epoch in range(self._num_epochs):
             by_order = self._sizes[self._order(epoch)]
-            starts = np.arange(0, self.num_groups, self._rollout_groups)
-            sizes += np.add.reduceat(by_order, starts).tolist()
-        return sizes
+            yield from np.add.reduceat(by_order, starts).tolist()
 
     def rollout_rows(self, k: int) -> np.ndarray:
         """The rows of rollout k, positions in `files.rows`, int64 [n], group after group."""
         if not 0 <= k < self.num_rollouts:
             raise ValueError(f"k must be in [0, {self.num_rollouts}): k={k}")
         epoch, part = divmod(k, self.rollouts_per_epoch)
-        first = part * self._rollout_groups
-        groups = self._order(epoch)[first : first + self._rollout_groups]
+        first = part * self.groups_per_rollout
+        groups = self._order(epoch)[first : first + self.groups_per_rollout]
         spans = [self._members[self._starts[g] : self._starts[g + 1]] for g in groups]
         return np.concatenate(spans)
 
@@ -194,7 +196,7 @@ class FileSource:
         lines = [
             str(self.files.summary),
             f"{'epochs':<18}{self._num_epochs} of {self.rollouts_per_epoch} rollouts,"
-            f" {self._rollout_groups} groups each{self._remainder()}",
+            f" {self.groups_per_rollout} groups each{self._remainder()}",
         ]
         wanted = self._n_samples_per_prompt
         if wanted is not None and (others := int((self._sizes != wanted).sum())):
@@ -202,7 +204,7 @@ class FileSource:
         return "\n".join(lines)
 
     def _remainder(self) -> str:
-        rest = self.num_groups % self._rollout_groups
+        rest = self.num_groups % self.groups_per_rollout
         return f" (the last one {rest})" if rest else ""
 
     def _order(self, epoch: int) -> np.ndarray:

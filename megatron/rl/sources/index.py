@@ -1,5 +1,7 @@
 """The row index: what a run must know of every row before it reads one, as one numpy array."""
 
+import zlib
+
 import numpy as np
 
 from megatron.rl.samples import RowError, RowRules
@@ -22,6 +24,7 @@ ROW_DTYPE = np.dtype(
         ("reward", np.float64),
         ("status", np.int8),  # position in STATUSES
         ("has_rollout_log_probs", np.bool_),
+        ("checksum", np.uint32),  # of tokens and loss mask
     ]
 )
 
@@ -40,6 +43,7 @@ def entry_of(row: Row, rules: RowRules, *, file: int, place: int, line: int) -> 
         reward_of(row, rules),
         STATUSES.index(row.status or "completed"),
         row.rollout_log_probs is not None,
+        zlib.crc32(repr((row.tokens, row.loss_mask)).encode()),
     )
 
 

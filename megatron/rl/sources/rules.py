@@ -105,7 +105,7 @@ def _check_lengths(row: Row, rules: RowRules) -> None:
         rule = f"must be at least 1 and less than the number of tokens, {total}"
         raise BrokenRuleError("response_length", rule, response)
     if rules.max_length is not None and total > rules.max_length:
-        fix = "leave the row out, or raise the length the run allows"
+        fix = "leave the row out, or raise --max-tokens-per-gpu or --max-position-embeddings"
         raise BrokenRuleError("tokens", f"must be at most {rules.max_length} ids long", total, fix)
 
 

@@ -9,9 +9,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.rl.build import restore
-from megatron.rl.checkpoint import (
+from megatron.rl.checkpoint import Progress
+from megatron.rl.checkpoint_files import (
+    TRACKER,
     CheckpointError,
-    Progress,
     find_checkpoint,
     read_tracker,
 )
@@ -211,16 +212,6 @@ def test_a_pretrained_checkpoint_must_be_of_the_same_model(
         assert "num_attention_heads: checkpoint 4, this run 8" in message
 
 
-def test_a_checkpoint_that_must_be_there_must_be_complete(
-    two_ranks: World, flags: list[str], tmp_path: Path
-) -> None:
-    two_ranks.run(save_steps, [*flags, f"--save={tmp_path}"], [2])
-    (tmp_path / "iter_0000002" / "metadata.json").unlink()
-    argv = [*flags, f"--load={tmp_path}", "--exit-on-missing-checkpoint"]
-    for message in two_ranks.run(refusal_to_begin, argv):
-        assert message == f"{tmp_path} holds no complete checkpoint"
-
-
 def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
     places = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     two_ranks.run(save_after_two, [*flags, *places])
@@ -238,6 +229,17 @@ def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path
         assert "rollouts: checkpoint " in message
         assert "global_batch_size: checkpoint 5, this run 4" in message
         assert "--finetune" in message
+
+    changed = rollout_rows()
+    changed[3]["tokens"][-1] ^= 1
+    rows = write_rollouts(tmp_path / "changed.jsonl", changed)
+    other = [f if not f.startswith("--rollout-data") else f"--rollout-data={rows}" for f in flags]
+    for message in two_ranks.run(refusal, [*other, "--rollout-batch-size=3", *places]):
+        assert "rollouts: checkpoint " in message
+        assert "rollout_batch_size: checkpoint 4, this run 3" in message
+
+    for message in two_ranks.run(refusal, [*flags, "--use-distributed-optimizer", *places]):
+        assert "use_distributed_optimizer: checkpoint False, this run True" in message
 
     for message in two_ranks.run(refusal, [*flags, "--lr=2e-3", *places]):
         assert "learning rate" in message
@@ -267,6 +269,13 @@ def test_a_broken_checkpoint_gives_way_to_the_newest_complete_one(
     assert find_checkpoint(tmp_path).name == "iter_0000004"
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         find_checkpoint(tmp_path / "iter_0000006")
+    for step in (2, 4):
+        (tmp_path / f"iter_{step:07d}" / "metadata.json").unlink()
+    for message in two_ranks.run(refusal, [*flags, f"--load={tmp_path}"]):
+        assert "iter_0000006 is missing or incomplete" in message
+    (tmp_path / TRACKER).write_text("")
+    for message in two_ranks.run(refusal, [*flags, f"--load={tmp_path}"]):
+        assert f"{TRACKER} must hold the number of a step" in message
 
 
 def test_retain_interval_keeps_multiples_and_the_newest(

@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.megatron.rl.running import running
-from tests.megatron.rl.tiny import RUN_FLAGS, rollout_rows, write_llama, write_rollouts
+from tests.megatron.rl.tiny import (
+    MODEL_FLAGS,
+    RUN_FLAGS,
+    rollout_rows,
+    write_llama,
+    write_rollouts,
+)
 from tests.spawn import World
 
 POISONED_TOKEN = 299
@@ -21,6 +27,12 @@ LAYOUTS = {
         "--pipeline-model-parallel-size=2",
         "--num-virtual-stages-per-pipeline-rank=2",
         "--micro-batch-size=4",
+    ],
+    "dp2 overlapped": [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--ddp-bucket-size=4000",
+        "--micro-batch-size=2",
     ],
     "tp2": ["--tensor-model-parallel-size=2", "--micro-batch-size=16"],
 }
@@ -113,3 +125,27 @@ def test_a_gradient_that_is_not_finite_names_the_samples(
         assert culprit.startswith("gradient of ")
         assert any(f"{rollouts}:{line})" in culprit for line in (1, 2, 3, 4))
         assert second[1]
+
+
+def old_log_probs_of(rank: int, argv: list[str]) -> list[int]:
+    with running(rank, 2, argv) as run:
+        micro_batches = run.micro_batches()
+        log_probs = run.trainee.log_probs(micro_batches)
+        assert run.trainee.step(micro_batches).updated
+    return [len(values) for of_pack in log_probs for values in of_pack]
+
+
+def test_a_model_with_experts_scores_and_trains(two_ranks: World, tmp_path: Path) -> None:
+    rows = rollout_rows()
+    argv = [
+        *MODEL_FLAGS,
+        *RUN_FLAGS,
+        "--num-experts=4",
+        "--moe-ffn-hidden-size=16",
+        "--moe-router-topk=2",
+        "--expert-model-parallel-size=2",
+        "--rollout-batch-size=4",
+        f"--rollout-data={write_rollouts(tmp_path / 'rollouts.jsonl', rows)}",
+    ]
+    lengths = two_ranks.run(old_log_probs_of, argv)
+    assert sorted(lengths[0] + lengths[1]) == sorted(row["response_length"] for row in rows)

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.flags import machine
-from megatron.rl.flags.machine import TRACKER, cuda_driver_found, machine_violations
+from megatron.rl.flags.machine import cuda_driver_found, machine_violations
 from megatron.rl.flags.rule import Violation
 
 

@@ -106,6 +106,18 @@ BROKEN = [
     ("--recompute-granularity full", 1, "recompute_granularity", "full needs --recompute-method"),
     ("--recompute-num-layers 1", 1, "recompute_num_layers", "needs --recompute-granularity full"),
     (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 99",
+        1,
+        "recompute_num_layers",
+        "at most the layers of one pipeline stage",
+    ),
+    (
+        f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+        1,
+        "moe_router_load_balancing_type",
+        "must not be sinkhorn",
+    ),
+    (
         "--context-parallel-size 2",
         3,
         "tensor_model_parallel_size",

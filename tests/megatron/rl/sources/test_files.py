@@ -128,7 +128,7 @@ def test_an_epoch_holds_every_group_once_and_the_remainder_is_kept(real: Rollout
     source = FileSource(real, rollout_batch_size=4, num_epochs=2, seed=7)
     assert (source.rollouts_per_epoch, source.num_rollouts) == (4, 8)
     rollouts = [source.rollout(k) for k in range(8)]
-    assert [len(rollout) for rollout in rollouts] == source.rollout_sizes()
+    assert [len(rollout) for rollout in rollouts] == list(source.rollout_sizes())
     for epoch in (0, 1):
         samples = [sample for rollout in rollouts[4 * epoch : 4 * epoch + 4] for sample in rollout]
         assert sorted(sample.index for sample in samples) == list(range(119))
