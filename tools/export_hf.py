@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megatron.rl.arguments import FlagError, saved_config
@@ -55,15 +56,24 @@ def main() -> None:
         help="Hugging Face directory that decides files, dtypes and tokenizer; by default the "
         "run's --hf-checkpoint, and without one a config.json is made from the run's flags",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the written weights; by default the source's: small updates of weights trained "
+        "in float32 may be lost to its rounding",
+    )
     arguments = parser.parse_args()
+    dtype = arguments.dtype and getattr(torch, arguments.dtype)
     try:
-        export(arguments.checkpoint, arguments.output, arguments.source)
+        export(arguments.checkpoint, arguments.output, arguments.source, dtype)
     except (CheckpointError, FlagError, ValueError, OSError) as error:
         sys.exit(f"export_hf.py: {error}")
     print(arguments.output)
 
 
-def export(checkpoint: Path, output: Path, source: Path | None) -> None:
+def export(
+    checkpoint: Path, output: Path, source: Path | None, dtype: torch.dtype | None = None
+) -> None:
     """Load the weights into one process and write them."""
     found = find_checkpoint(checkpoint)
     config = saved_config(str(found / CONFIG), **one_process())
@@ -72,9 +82,10 @@ def export(checkpoint: Path, output: Path, source: Path | None) -> None:
         chunks = build_model(config, grid)
         load_model_weights(config, chunks, found)
         if source is not None:
-            export_hf_weights(chunks, source, output, show_progress=True)
+            export_hf_weights(chunks, source, output, dtype=dtype, show_progress=True)
         else:
             architecture = architecture_of(config.transformer, config.model)
+            chunks = [chunk.to(dtype) for chunk in chunks]
             export_new_hf_weights(chunks, architecture, output, show_progress=True)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.job import ROOT, metrics, run
@@ -25,9 +26,15 @@ def rescored(rows: list[dict], directory: Path) -> list[dict]:
     return scored
 
 
+def export(checkpoint: Path, output: Path, *more: str) -> None:
+    tool = [sys.executable, "tools/export_hf.py"]
+    arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *more]
+    subprocess.run([*tool, *arguments], check=True, cwd=ROOT, timeout=120)
+
+
 def test_exported_weights_give_the_same_log_probs(tmp_path: Path) -> None:
     rows = rollout_rows()
-    source = write_llama(tmp_path / "hf")
+    source = write_llama(tmp_path / "hf", dtype=torch.bfloat16)
     common = [*RUN_FLAGS, f"--hf-checkpoint={source}", "--rollout-batch-size=2"]
     trained = [
         *common,
@@ -41,12 +48,9 @@ def test_exported_weights_give_the_same_log_probs(tmp_path: Path) -> None:
     assert code == 0, said
 
     exported = tmp_path / "exported"
-    tool = [sys.executable, "tools/export_hf.py"]
-    arguments = ["--checkpoint", str(tmp_path / "save"), "--output", str(exported)]
-    subprocess.run([*tool, *arguments], check=True, cwd=ROOT, timeout=120)
-    assert json.loads((exported / "config.json").read_text()) == json.loads(
-        (source / "config.json").read_text()
-    )
+    export(tmp_path / "save", exported, "--dtype", "float32")
+    config = json.loads((source / "config.json").read_text())
+    assert json.loads((exported / "config.json").read_text()) == config | {"dtype": "float32"}
 
     looked_at = [
         *common,
@@ -67,3 +71,10 @@ def test_exported_weights_give_the_same_log_probs(tmp_path: Path) -> None:
         for a, b in zip(row["rollout_log_probs"], old["rollout_log_probs"], strict=True)
     ]
     assert max(changed) > 1e-3
+
+    export(tmp_path / "save", tmp_path / "rounded")
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text()) == config
+    whole = load_file(exported / "model.safetensors")
+    for name, rounded in load_file(tmp_path / "rounded" / "model.safetensors").items():
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded, whole[name].bfloat16())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -31,6 +32,7 @@ from megatron.rl.hf.load import check_tensors, is_carried, is_tied_copy
 from megatron.rl.hf.mapping import EMBEDDING, WeightTable
 from megatron.rl.logging import progress
 
+CONFIG_FILE = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -43,7 +45,7 @@ class Plan:
         architecture: of the model (see `megatron.rl.hf.architectures`).
         layout: where every tensor goes.
         source: directory whose other files are copied; None: a new model.
-        config: config.json of a new model.
+        config: config.json where it is not the source's.
     """
 
     architecture: Mapping[str, Any]
@@ -59,6 +61,7 @@ def export_hf_weights(
     *,
     tp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
     show_progress: bool = False,
 ) -> None:
     """Write a model in the form of the directory that it was loaded from.
@@ -73,6 +76,7 @@ def export_hf_weights(
         output_directory: must not exist yet; appears under this name when it is complete.
         tp_group: tensor parallel group; None: one rank.
         pp_group: pipeline group; None: one stage.
+        dtype: of all tensors; None: the source's, to which weights trained in fp32 are rounded.
         show_progress: draw a progress bar on the writer.
 
     Raises:
@@ -85,7 +89,14 @@ def export_hf_weights(
         architecture = architecture_from_hf(source)
         layout = read_layout(source)
         check_tensors(source, WeightTable.of(architecture), layout.slots)
-        return Plan(architecture, layout, source=source)
+        if dtype is None:
+            return Plan(architecture, layout, source=source)
+        shapes = {name: slot.shape for name, slot in layout.slots.items()}
+        config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        layout = plan_layout(shapes, dtype, MAX_SHARD_BYTES)
+        return Plan(architecture, layout, source=source, config=config)
 
     groups = WriterGroups(tp_group, pp_group)
     _export(model_chunks, plan, Path(output_directory), groups, show_progress)
@@ -179,14 +190,15 @@ def _write_small_files(plan: Plan, directory: Path) -> None:
     """Everything but the tensors: configuration, tokenizer, licence, index, ..."""
     if plan.config is not None:
         text = json.dumps(plan.config, indent=2) + "\n"
-        (directory / "config.json").write_text(text, encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     if plan.layout.index is not None:
         (directory / INDEX_FILE).write_bytes(plan.layout.index)
     if plan.source is None:
         return
     for path in sorted(plan.source.iterdir()):
         is_weights = path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-        if path.is_file() and not is_weights and not path.name.startswith("."):
+        is_written = plan.config is not None and path.name == CONFIG_FILE
+        if path.is_file() and not (is_weights or is_written or path.name.startswith(".")):
             shutil.copyfile(path, directory / path.name)
 
 
@@ -195,7 +207,7 @@ def _write_carried(plan: Plan, writer: TensorWriter) -> None:
     if plan.source is None:
         return
     table = WeightTable.of(plan.architecture)
-    reader = TensorReader(plan.source, plan.layout)
+    reader = TensorReader(plan.source, read_layout(plan.source))
     for name in plan.layout.slots:
         if is_carried(name, table) and not is_tied_copy(name, table):
             writer.write(name, reader.read(name))

@@ -33,6 +33,18 @@ TWO_RANKS = {
         "--micro-batch-size=3",
     ],
     "pp2": ["--pipeline-model-parallel-size=2", "--micro-batch-size=4"],
+    "pp2 interleaved": [
+        "--pipeline-model-parallel-size=2",
+        "--num-virtual-stages-per-pipeline-rank=2",
+        "--micro-batch-size=4",
+    ],
+    "pp2 recomputed": [
+        "--pipeline-model-parallel-size=2",
+        "--recompute-granularity=full",
+        "--recompute-method=uniform",
+        "--recompute-num-layers=1",
+        "--micro-batch-size=4",
+    ],
     "dp2": ["--micro-batch-size=3"],
     "dp2 distributed optimizer": ["--use-distributed-optimizer", "--micro-batch-size=3"],
     "dp2 overlap": ["--overlap-grad-reduce", "--micro-batch-size=3"],

@@ -26,7 +26,9 @@ MODEL_FLAGS = [
 RUN_FLAGS = ["--device=cpu", "--lr=1e-3", "--min-lr=0"]
 
 
-def write_llama(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def write_llama(
+    directory: Path, *, tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
     """A Hugging Face directory of a random Llama; weights large enough to matter."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -40,7 +42,7 @@ def write_llama(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
         tie_word_embeddings=tied,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
     return directory
 
 
