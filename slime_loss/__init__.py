@@ -32,6 +32,12 @@ from slime_loss.metrics import (
     reduce_metrics,
 )
 from slime_loss.objective import policy_loss, sft_loss
+from slime_loss.returns import (
+    gae,
+    reinforce_plus_plus_baseline,
+    reinforce_plus_plus_returns,
+    token_rewards,
+)
 from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "approximate_kl",
     "clipped_surrogate",
     "compute_advantages",
+    "gae",
     "group_relative_advantages",
     "importance_log_ratio",
     "log_probs_from_hidden",
@@ -69,6 +76,9 @@ __all__ = [
     "policy_loss",
     "redistribute",
     "reduce_metrics",
+    "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus_returns",
     "sample_weights",
     "sft_loss",
+    "token_rewards",
 ]

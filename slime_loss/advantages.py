@@ -45,7 +45,8 @@ def group_relative_advantages(
             devices differ.
     """
     check_alike("group_index", group_index, "rewards", rewards)
-    _check_values(rewards, scale, eps)
+    _check_options(scale, eps)
+    check_rewards(rewards)
     _, group, size = torch.unique(group_index, return_inverse=True, return_counts=True)
     exact = rewards.detach().double()
     lowest = _per_group(exact, group, size, "amin")
@@ -96,12 +97,16 @@ def _per_group(values: Tensor, group: Tensor, size: Tensor, reduce: str) -> Tens
     return start.scatter_reduce(0, group, values, reduce, include_self=False)[group]
 
 
-def _check_values(rewards: Tensor, scale: str, eps: float) -> None:
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(SCALES)}: scale={scale!r}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be >= 0: eps={eps}")
+def check_rewards(rewards: Float[Tensor, " samples"]) -> None:
+    """Raise ValueError, naming the first sample, unless every reward is finite."""
     nonfinite = ~rewards.isfinite()
     if bool(nonfinite.any()):
         sample = int(nonfinite.nonzero()[0])
         raise ValueError(f"rewards must be finite: rewards[{sample}]={float(rewards[sample])}")
+
+
+def _check_options(scale: str, eps: float) -> None:
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}: scale={scale!r}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be >= 0: eps={eps}")

@@ -33,7 +33,7 @@ class KeptIds:
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
         for name in ("ids", "offsets"):
-            _check_vector(name, getattr(self, name), torch.int64)
+            check_vector(name, getattr(self, name), torch.int64)
         if self.offsets.shape[0] < 1:
             raise ValueError("offsets must have rows + 1 entries: offsets.shape=(0,)")
 
@@ -118,7 +118,7 @@ class TokenBatch:
         for field in fields(self):
             stream = getattr(self, field.name)
             if isinstance(stream, Tensor):
-                _check_vector(field.name, stream, dtypes.get(field.name))
+                check_vector(field.name, stream, dtypes.get(field.name))
                 check_alike(field.name, stream, "labels", self.labels)
         if self.kept_ids is not None and self.kept_ids.num_rows != self.num_rows:
             raise ValueError(
@@ -186,7 +186,7 @@ def check_floats(name: str, stream: Tensor) -> None:
         raise ValueError(f"{name} must be floating point: {name}.dtype={stream.dtype}")
 
 
-def _check_vector(name: str, stream: Tensor, dtype: torch.dtype | None) -> None:
+def check_vector(name: str, stream: Tensor, dtype: torch.dtype | None) -> None:
     """Raise ValueError unless `stream` is a vector of `dtype` (None: any floating point type)."""
     if stream.dim() != 1:
         raise ValueError(f"{name} must have one dimension: {name}.shape={tuple(stream.shape)}")

@@ -4,6 +4,7 @@ Gradients come from autograd through these loops. They follow the formulas as th
 them, not the way the library computes them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,54 @@ def group_relative_advantages(
         std = math.sqrt(math.fsum((member - mean) ** 2 for member in members) / (n - 1))
         advantages.append((reward - baseline) / (std + eps if scale == "std" else 1))
     return advantages
+
+
+def reinforce_plus_plus_returns(
+    reward: float, kl: list[float], mask: list[bool], kl_coef: float, gamma: float
+) -> list[float]:
+    """One sample, from its end: a masked token is passed over, and the reward is paid once."""
+    returns, running, unpaid = [0.0] * len(mask), 0.0, reward
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            running = unpaid - kl_coef * kl[t] + gamma * running
+            returns[t], unpaid = running, 0.0
+    return returns
+
+
+def reinforce_plus_plus_baseline(
+    rewards: list[float],
+    groups: list[int],
+    kl: list[list[float]],
+    masks: list[list[bool]],
+    kl_coef: float,
+) -> list[list[float]]:
+    """Token by token: the reward, minus the mean of its group, minus the KL penalty."""
+    advantages = []
+    for reward, group, nats, mask in zip(rewards, groups, kl, masks, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        above = 0.0 if len(set(members)) == 1 else reward - math.fsum(members) / len(members)
+        advantages.append(
+            [above - kl_coef * k if m else 0.0 for k, m in zip(nats, mask, strict=True)]
+        )
+    return advantages
+
+
+def gae(
+    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lambd: float
+) -> tuple[list[float], list[float]]:
+    """One sample: every advantage as its sum over all later surprises; then the returns."""
+    trained = [t for t in range(len(mask)) if mask[t]]
+    following = dict(itertools.pairwise(trained))
+    surprise = {
+        t: rewards[t] + gamma * (values[following[t]] if t in following else 0.0) - values[t]
+        for t in trained
+    }
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for i, t in enumerate(trained):
+        steps = enumerate(trained[i:])
+        advantages[t] = math.fsum((gamma * lambd) ** k * surprise[u] for k, u in steps)
+        returns[t] = advantages[t] + values[t]
+    return advantages, returns
 
 
 def aggregate(samples: list[list[float]], aggregation: str, count_masked: bool) -> float:
