@@ -39,6 +39,7 @@ from slime_loss.returns import (
     token_rewards,
 )
 from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
+from slime_loss.whiten import masked_whiten
 
 __all__ = [
     "IGNORED_LABEL",
@@ -72,6 +73,7 @@ __all__ = [
     "log_probs_from_hidden",
     "log_probs_from_logits",
     "loss_weights",
+    "masked_whiten",
     "merge_metrics",
     "policy_loss",
     "redistribute",

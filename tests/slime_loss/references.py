@@ -210,6 +210,23 @@ def gae(
     return advantages, returns
 
 
+def masked_whiten(
+    stream: list[float], mask: list[bool], shift_mean: bool, eps: float
+) -> list[float]:
+    """Every entry minus the mean, over the root of the sample variance plus eps."""
+    values = [value for value, is_in in zip(stream, mask, strict=True) if is_in]
+    n = len(values)
+    if n < 2:
+        return [value if is_in else 0.0 for value, is_in in zip(stream, mask, strict=True)]
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    shift = 0.0 if shift_mean else mean
+    return [
+        (value - mean) / math.sqrt(variance + eps) + shift if is_in else 0.0
+        for value, is_in in zip(stream, mask, strict=True)
+    ]
+
+
 def aggregate(samples: list[list[float]], aggregation: str, count_masked: bool) -> float:
     """The step's loss from the trained tokens' losses of each sample."""
     trained = [tokens for tokens in samples if tokens]
