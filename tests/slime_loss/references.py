@@ -227,15 +227,32 @@ def masked_whiten(
     ]
 
 
-def aggregate(samples: list[list[float]], aggregation: str, count_masked: bool) -> float:
-    """The step's loss from the trained tokens' losses of each sample."""
+def aggregate(
+    samples: list[list[float]],
+    aggregation: str,
+    count_masked: bool,
+    *,
+    units: list[int] | None = None,
+    constant: float = 1.0,
+) -> float:
+    """The step's loss from the trained tokens' losses of each sample.
+
+    `units` has the rollout or the prompt of each sample, for a mean over these.
+    """
+    if units is not None:
+        pooled: dict[int, list[float]] = {unit: [] for unit in units}
+        for unit, tokens in zip(units, samples, strict=True):
+            pooled[unit] = pooled[unit] + tokens
+        return aggregate(list(pooled.values()), "sample_mean", count_masked)
     trained = [tokens for tokens in samples if tokens]
     if not trained:
         return 0.0
+    num_samples = len(samples) if count_masked else len(trained)
     if aggregation == "token_mean":
         return sum(map(sum, trained)) / sum(map(len, trained))
-    means = [sum(tokens) / len(tokens) for tokens in trained]
-    return sum(means) / (len(samples) if count_masked else len(trained))
+    if aggregation == "constant":
+        return sum(map(sum, trained)) / (num_samples * constant)
+    return sum(sum(tokens) / len(tokens) for tokens in trained) / num_samples
 
 
 def random_batch(
