@@ -179,6 +179,15 @@ def test_a_unit_cut_over_ranks_has_the_gradient_of_the_whole(aggregation: str) -
     assert log_probs.grad.tolist() == pytest.approx([-1 / 6, -1 / 6, 0, -1 / 4, -1 / 4, -1 / 6])
 
 
+@pytest.mark.parametrize(("aggregation", "name"), INDEX_OF.items())
+def test_a_unit_is_found_by_sample_where_a_sample_has_no_row(aggregation: str, name: str) -> None:
+    index, mask = torch.tensor([2, 0, 3]), torch.ones(3, dtype=torch.bool)
+    weights = loss_weights(
+        mask, index, aggregation=aggregation, **{name: torch.tensor([7, 5, 7, 5])}
+    )
+    assert weights.tolist() == [0.25, 0.25, 0.5]
+
+
 def test_each_sample_its_own_unit_is_the_sample_mean() -> None:
     counts, own = torch.tensor([2, 0, 3, 1]), torch.tensor([3, 1, 0, 2])
     expected = sample_weights(counts, aggregation="sample_mean")
