@@ -45,12 +45,23 @@ ARCHITECTURE = (
     "num_query_groups",
     "kv_channels",
     "normalization",
+    "layernorm_epsilon",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
     "gated_linear_unit",
     "num_moe_experts",
+    "moe_router_topk",
+    "vocab_size",
+    "untie_embeddings_and_output_weights",
+    "swiglu",
+    "squared_relu",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
 )
+"""Fields of the model that its weights belong to; shapes show few of them."""
 
 
 @dataclass(frozen=True)
@@ -360,10 +371,10 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
-    values = {name: getattr(config.transformer, name) for name in ARCHITECTURE}
-    values["vocab_size"] = config.model.vocab_size
-    values["tied"] = not config.model.untie_embeddings_and_output_weights
-    return values
+    return {
+        name: getattr(config.model if hasattr(config.model, name) else config.transformer, name)
+        for name in ARCHITECTURE
+    }
 
 
 def _check_architecture(common: Mapping[str, Any], directory: Path, config: RunConfig) -> None:

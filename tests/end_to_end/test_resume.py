@@ -100,3 +100,16 @@ def test_stop_and_resume_is_bit_identical(
     code, said = run([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log2")
     assert code == 0, said
     check_same_run(tmp_path, two_ranks)
+
+
+def test_a_run_cut_at_the_end_of_an_epoch_is_bit_identical(
+    flags: list[str], two_ranks: Path, tmp_path: Path
+) -> None:
+    argv = [*flags, *places(tmp_path), "--exit-interval=6"]
+    code, said = run(argv, ranks=2, log=tmp_path / "log")
+    assert code == 0, said
+    assert len(metrics(tmp_path / "tb")) == STEPS // 3
+    for steps in (12, STEPS):
+        code, said = run(argv, ranks=2, log=tmp_path / f"log{steps}")
+        assert code == 0, said
+    check_same_run(tmp_path, two_ranks)

@@ -207,9 +207,11 @@ def test_a_pretrained_checkpoint_must_be_of_the_same_model(
     argv = [*MODEL_FLAGS, *RUN_FLAGS, "--global-batch-size=5", f"--rollout-data={data}"]
     two_ranks.run(save_steps, [*argv, f"--save={tmp_path}"], [1])
     same_shapes = ["--num-attention-heads=8", "--num-query-groups=4", "--kv-channels=4"]
+    same_shapes += ["--rotary-base=5000"]
     argv += [*same_shapes, f"--pretrained-checkpoint={tmp_path}"]
     for message in two_ranks.run(refusal_to_begin, argv):
         assert "num_attention_heads: checkpoint 4, this run 8" in message
+        assert "rotary_base: checkpoint 10000.0, this run 5000.0" in message
 
 
 def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path
     other = [f if not f.startswith("--hf") else f"--hf-checkpoint={other_model}" for f in flags]
     for message in two_ranks.run(refusal, [*other, *places]):
         assert "qk_layernorm: checkpoint True, this run False" in message
-        assert "tied: checkpoint False, this run True" in message
+        assert "untie_embeddings_and_output_weights: checkpoint True, this run False" in message
 
     rows = write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows(seed=5))
     other = [f if not f.startswith("--rollout-data") else f"--rollout-data={rows}" for f in flags]
