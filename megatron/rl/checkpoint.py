@@ -49,7 +49,6 @@ ARCHITECTURE = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
-    "gated_linear_unit",
     "num_moe_experts",
     "moe_router_topk",
     "vocab_size",

@@ -9,6 +9,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 VOCAB_SIZE = 300
 
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+"""Of every model here, in Hugging Face's names; weights large enough to matter."""
+
 MODEL_FLAGS = [
     "--num-layers=4",
     "--hidden-size=32",
@@ -21,7 +33,7 @@ MODEL_FLAGS = [
     f"--vocab-size={VOCAB_SIZE}",
     "--max-position-embeddings=256",
 ]
-"""The same shape as `write_llama` gives, as flags."""
+"""The same shape as flags."""
 
 RUN_FLAGS = ["--device=cpu", "--lr=1e-3", "--min-lr=0"]
 
@@ -29,19 +41,9 @@ RUN_FLAGS = ["--device=cpu", "--lr=1e-3", "--min-lr=0"]
 def write_llama(
     directory: Path, *, tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """A Hugging Face directory of a random Llama; weights large enough to matter."""
+    """A Hugging Face directory of a random Llama."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=tied)
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
     return directory
 
@@ -49,18 +51,7 @@ def write_llama(
 def write_qwen3(directory: Path, *, seed: int = 0) -> Path:
     """A Hugging Face directory of a random Qwen3: norms of queries and keys, untied."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
+    config = Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
