@@ -3,15 +3,8 @@
 from slime_loss.advantages import compute_advantages, group_relative_advantages
 from slime_loss.aggregation import loss_weights, sample_weights
 from slime_loss.batch import IGNORED_LABEL, KeptIds, LossOutput, TokenBatch, TokenLogProbs
-from slime_loss.config import (
-    AdvantageConfig,
-    AggregationConfig,
-    CheckedConfig,
-    ConfigError,
-    HeadConfig,
-    PolicyLossConfig,
-    Violation,
-)
+from slime_loss.checked_config import CheckedConfig, ConfigError, Violation
+from slime_loss.config import AdvantageConfig, AggregationConfig, HeadConfig
 from slime_loss.head import RLHead
 from slime_loss.kl import approximate_kl
 from slime_loss.layout import (
@@ -31,7 +24,8 @@ from slime_loss.metrics import (
     merge_metrics,
     reduce_metrics,
 )
-from slime_loss.objective import policy_loss, sft_loss
+from slime_loss.objective import Objective, make_objective, policy_loss, sft_loss
+from slime_loss.policy_config import PolicyLossConfig, ValueLossConfig
 from slime_loss.returns import (
     gae,
     reinforce_plus_plus_baseline,
@@ -53,6 +47,7 @@ __all__ = [
     "LossOutput",
     "Metric",
     "Metrics",
+    "Objective",
     "PaddedLayout",
     "PolicyLossConfig",
     "RLHead",
@@ -62,6 +57,7 @@ __all__ = [
     "TokenBatch",
     "TokenLogProbs",
     "TokenMetrics",
+    "ValueLossConfig",
     "Violation",
     "ZigzagLayout",
     "approximate_kl",
@@ -73,6 +69,7 @@ __all__ = [
     "log_probs_from_hidden",
     "log_probs_from_logits",
     "loss_weights",
+    "make_objective",
     "masked_whiten",
     "merge_metrics",
     "policy_loss",

@@ -3,7 +3,8 @@
 Every stream has one entry per local row, T = T_local of a SequenceLayout; row t predicts labels[t].
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -99,6 +100,11 @@ class TokenBatch:
             rollout; None means on policy, that is the current ones without gradient.
         rollout_log_probs: [T], nats, as the rollout engine gave them.
         ref_log_probs: [T], nats, of the reference model.
+        values: [T], of the critic at the start of the optimizer steps on this rollout; needed by
+            value_loss.
+        returns: [T], what the critic learns; needed by value_loss.
+        num_trained_tokens: [samples], of every sample of the pack, over all ranks of the
+            context-parallel group; needed by what looks at whole samples.
         kept_ids: What top-p or top-k sampling kept for each row; None keeps everything.
     """
 
@@ -110,16 +116,19 @@ class TokenBatch:
     old_log_probs: Float[Tensor, " tokens"] | None = None
     rollout_log_probs: Float[Tensor, " tokens"] | None = None
     ref_log_probs: Float[Tensor, " tokens"] | None = None
+    values: Float[Tensor, " tokens"] | None = None
+    returns: Float[Tensor, " tokens"] | None = None
+    num_trained_tokens: Int64[Tensor, " samples"] | None = None
     kept_ids: KeptIds | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and devices."""
         dtypes = {"labels": torch.int64, "loss_mask": torch.bool, "sample_index": torch.int64}
-        for field in fields(self):
-            stream = getattr(self, field.name)
-            if isinstance(stream, Tensor):
-                check_vector(field.name, stream, dtypes.get(field.name))
-                check_alike(field.name, stream, "labels", self.labels)
+        for name, stream in self._streams():
+            check_vector(name, stream, dtypes.get(name))
+            check_alike(name, stream, "labels", self.labels)
+        if self.num_trained_tokens is not None:
+            check_vector("num_trained_tokens", self.num_trained_tokens, torch.int64)
         if self.kept_ids is not None and self.kept_ids.num_rows != self.num_rows:
             raise ValueError(
                 "kept_ids must have one row per label: "
@@ -130,6 +139,26 @@ class TokenBatch:
     def num_rows(self) -> int:
         """Number of local rows T."""
         return self.labels.shape[0]
+
+    def select(self, rows: Int64[Tensor, " selected"]) -> "TokenBatch":
+        """The batch of the given rows, in their order; what belongs to samples stays whole.
+
+        Args:
+            rows: [R], row numbers.
+
+        Returns:
+            R rows.
+        """
+        chosen = {name: stream.index_select(0, rows) for name, stream in self._streams()}
+        kept_ids = None if self.kept_ids is None else self.kept_ids.select(rows)
+        return replace(self, kept_ids=kept_ids, **chosen)
+
+    def _streams(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that have one entry per row, by name."""
+        for field in fields(self):
+            stream = getattr(self, field.name)
+            if isinstance(stream, Tensor) and field.name != "num_trained_tokens":
+                yield field.name, stream
 
     @property
     def trained_labels(self) -> Int64[Tensor, " tokens"]:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime_loss.batch import LossOutput, TokenBatch, TokenLogProbs
-from slime_loss.config import HeadConfig, PolicyLossConfig
+from slime_loss.config import HeadConfig
 from slime_loss.linear_log_probs import log_probs_from_hidden
-from slime_loss.objective import policy_loss, sft_loss
+from slime_loss.objective import make_objective
+from slime_loss.policy_config import PolicyLossConfig
 from slime_loss.vocab_softmax import EntropyMode
 
 
@@ -43,7 +44,7 @@ class RLHead(nn.Module):
     ) -> None:
         super().__init__()
         self.head = head
-        self.loss = loss
+        self.objective = make_objective(loss, cp_group=cp_group)
         self.vocab_size = vocab_size
         self.tp_group = tp_group
         self.cp_group = cp_group
@@ -72,13 +73,8 @@ class RLHead(nn.Module):
             ValueError: Shapes that do not fit, a label outside the vocabulary, or a stream that
                 the objective needs and the batch lacks.
         """
-        if self.loss.loss_type == "sft_loss":
-            return sft_loss(self._project(hidden, weight, bias, batch, "none").log_probs, batch)
-        entropy = "metric" if self.loss.entropy_coef == 0 else "loss"
-        result = self._project(hidden, weight, bias, batch, entropy)
-        return policy_loss(
-            result.log_probs, result.entropy, batch, self.loss, cp_group=self.cp_group
-        )
+        result = self._project(hidden, weight, bias, batch, self.objective.entropy)
+        return self.objective.function(result.log_probs, result.entropy, batch)
 
     def log_probs(
         self,

@@ -4,16 +4,56 @@ What a masked row holds is replaced by 0 before anything is computed from it. Ma
 would not do: the gradient of a masked infinity is 0 * inf.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributed
 from torch.nn import functional
 
 from slime_loss.batch import LossOutput, TokenBatch, check_alike, check_floats
-from slime_loss.config import PolicyLossConfig
 from slime_loss.kl import approximate_kl
 from slime_loss.metrics import Metrics, TokenMetrics
+from slime_loss.policy_config import PolicyLossConfig
 from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
+from slime_loss.vocab_softmax import EntropyMode
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss, and what the head must know of it to choose its way.
+
+    Attributes:
+        function: log_probs [T], entropy [T] or None, and the batch of these rows, to the loss.
+        entropy: What the function needs of the entropy.
+        is_row_separable: Whether the loss of a row depends on that row alone and on what is known
+            before the log-probs are, so that its gradient can be taken row by row.
+    """
+
+    function: Callable[[Tensor, Tensor | None, TokenBatch], LossOutput]
+    entropy: EntropyMode
+    is_row_separable: bool
+
+
+def make_objective(
+    config: PolicyLossConfig, *, cp_group: distributed.ProcessGroup | None = None
+) -> Objective:
+    """The objective that a config names.
+
+    Args:
+        config: The objective.
+        cp_group: The ranks that share the pack out; losses that look at whole samples communicate
+            over it. None is one process.
+    """
+    if config.loss_type == "sft_loss":
+        return Objective(lambda log_probs, _, batch: sft_loss(log_probs, batch), "none", True)
+    return Objective(
+        partial(policy_loss, config=config, cp_group=cp_group),
+        "metric" if config.entropy_coef == 0 else "loss",
+        is_row_separable=True,
+    )
 
 
 def policy_loss(

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from slime_loss.batch import check_alike
-from slime_loss.config import PolicyLossConfig
+from slime_loss.policy_config import PolicyLossConfig
 
 MAX_LOG_RATIO = 20.0
 """Importance ratios are held within e^-20 and e^20, which are finite in fp32 and bf16."""

@@ -27,7 +27,7 @@ from megatron.rl.flags.read import Given, read_architecture, read_command_line, 
 from megatron.rl.flags.rule import FlagView, Violation
 from megatron.rl.flags.run_rules import NOTES, REQUIRED, RUN_RULES
 from megatron.rl.flags.values import written
-from slime_loss.config import ConfigError
+from slime_loss import ConfigError
 
 if TYPE_CHECKING:
     from megatron.rl.initialize import World

@@ -19,7 +19,13 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.rl.derived import DerivedLayout
 from megatron.rl.flags.values import written
-from slime_loss.config import AdvantageConfig, AggregationConfig, HeadConfig, PolicyLossConfig
+from slime_loss import (
+    AdvantageConfig,
+    AggregationConfig,
+    HeadConfig,
+    PolicyLossConfig,
+    ValueLossConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -275,6 +281,7 @@ class RunConfig:
     data: DataConfig
     advantage: AdvantageConfig
     loss: PolicyLossConfig
+    value_loss: ValueLossConfig
     aggregation: AggregationConfig
     head: HeadConfig
     schedule: ScheduleConfig

@@ -172,6 +172,7 @@ GROUPS = {
     "DataConfig": "Rollouts and batches",
     "AdvantageConfig": "Advantages",
     "PolicyLossConfig": "Loss",
+    "ValueLossConfig": "Loss of a critic",
     "AggregationConfig": "Loss aggregation",
     "HeadConfig": "Log-probabilities",
     "ScheduleConfig": "Schedule",
@@ -196,6 +197,10 @@ METAVARS = {
     "rollout_data": "PATH",
     "config": "FILE",
     "reward_key": "KEY",
+    "advantage_estimator": "NAME",
+    "custom_loss_function_path": "MODULE:FUNCTION",
+    "custom_advantage_function_path": "MODULE:FUNCTION",
+    "custom_tis_function_path": "MODULE:FUNCTION",
 }
 """What stands for a value in `--help` where its type says too little."""
 
