@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from megatron.rl.arguments import FlagError, saved_config
-from megatron.rl.checkpoint import load_model_weights
 from megatron.rl.checkpoint_files import CONFIG, CheckpointError, find_checkpoint
+from megatron.rl.checkpoint_model import load_model_weights
 from megatron.rl.flags.generate import all_flags
 from megatron.rl.hf import architecture_of, export_hf_weights, export_new_hf_weights
 from megatron.rl.initialize import World, distributed
@@ -77,6 +77,11 @@ def export(
     """Load the weights into one process and write them."""
     found = find_checkpoint(checkpoint)
     config = saved_config(str(found / CONFIG), **one_process())
+    if config.loss.loss_type == "value_loss":
+        raise ValueError(
+            f"{found} is a critic's, whose value head no Hugging Face language model has: "
+            "loss_type=value_loss"
+        )
     source = source or source_of(found / CONFIG)
     with distributed(config, World()) as grid:
         chunks = build_model(config, grid)

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.rl.checkpoint import Checkpointer, Progress, Restored, load_model_weights
+from megatron.rl.checkpoint import Checkpointer, Progress, Restored
 from megatron.rl.checkpoint_files import find_checkpoint
+from megatron.rl.checkpoint_model import load_model_weights
 from megatron.rl.config import RunConfig
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World

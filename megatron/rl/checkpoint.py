@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron.rl.checkpoint_files import (
     CONFIG,
@@ -30,37 +27,21 @@ from megatron.rl.checkpoint_files import (
     read_tracker,
     write_tracker,
 )
+from megatron.rl.checkpoint_model import (
+    architecture_of,
+    check_architecture,
+    fill,
+    load_common,
+    load_strictly,
+    refuse_differences,
+    sharded,
+)
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_warning
 from megatron.rl.model import RLModel, unwrap
 from megatron.rl.rng import restore_rng, rng_state
 from megatron.rl.step import Trainee
-
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "num_moe_experts",
-    "moe_router_topk",
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-    "swiglu",
-    "squared_relu",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-)
-"""Fields of the model that its weights belong to; shapes show few of them."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ class Checkpointer:
         state["optimizer_format"] = optimizer_format
         state["optimizer_kind"] = self._optimizer_kind()
         state["progress"] = asdict(progress)
-        state["architecture"] = _architecture(self.config)
+        state["architecture"] = architecture_of(self.config)
         state["topology"] = self._topology()
         state["data"] = dict(self.data)
         state["old_log_probs"] = self._everyones(old_log_probs)
@@ -160,11 +141,11 @@ class Checkpointer:
         directory = self._newest()
         if directory is None:
             return None
-        common = _load_common(directory)
+        common = load_common(directory)
         self._check_common(common, directory)
         state = self._load_state(directory, common)
         flags = self.config.checkpoint
-        _fill(self._chunks, state)
+        fill(self._chunks, state)
         if self._with_optimizer:
             self.trainee.optimizer.load_state_dict(state["optimizer"])
             self._load_scheduler(state["scheduler"])
@@ -184,10 +165,10 @@ class Checkpointer:
         self, optimizer_format: str | None, *, is_loading: bool = False
     ) -> dict[str, Any]:
         """What of model, optimizer (None: without it) and schedule is written or read."""
-        state = _sharded(self._chunks)
+        state = sharded(self._chunks)
         if optimizer_format is not None:
             state["optimizer"] = self.trainee.optimizer.sharded_state_dict(
-                _sharded(self._chunks),
+                sharded(self._chunks),
                 is_loading,
                 metadata={
                     "distrib_optim_sharding_type": optimizer_format,
@@ -220,7 +201,7 @@ class Checkpointer:
         if self._rng_fits(common):
             state["rng"] = self._rng_state()
         whole = set(common["contents"]) == set(state)
-        return _load_strictly(state, directory, whole=whole)
+        return load_strictly(state, directory, whole=whole)
 
     def _optimizer_kind(self) -> dict[str, Any]:
         optimizer = self.config.optimizer
@@ -236,7 +217,7 @@ class Checkpointer:
                 f"{directory} has no optimizer state (saved with --no-save-optim); "
                 "fix: --no-load-optim"
             )
-        _refuse_differences(
+        refuse_differences(
             directory,
             common["optimizer_kind"],
             self._optimizer_kind(),
@@ -276,10 +257,10 @@ class Checkpointer:
             ) from error
 
     def _check_common(self, common: Mapping[str, Any], directory: Path) -> None:
-        _check_architecture(common, directory, self.config)
+        check_architecture(common, directory, architecture_of(self.config))
         fix = "use the same rollouts and batches, or --finetune to start anew from the weights"
         if not self.config.checkpoint.finetune:
-            _refuse_differences(directory, common["data"], self.data, fix)
+            refuse_differences(directory, common["data"], self.data, fix)
 
     def _topology(self) -> dict[str, int]:
         layout = self.config.layout
@@ -318,77 +299,3 @@ class Checkpointer:
         keep = self.config.checkpoint.save_retain_interval
         if keep and previous is not None and previous != step and previous % keep:
             shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
-
-
-def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint: Path) -> None:
-    """Fill models of any layout with the weights of a checkpoint, and nothing else.
-
-    Args:
-        config: what the models are built from.
-        chunks: this rank's model chunks, not wrapped.
-        checkpoint: as `find_checkpoint` gives it.
-
-    Raises:
-        CheckpointError: the architecture differs, or a tensor does not fit.
-    """
-    # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
-    common = _load_common(checkpoint)
-    _check_architecture(common, checkpoint, config)
-    _fill(chunks, _load_strictly(_sharded(chunks), checkpoint, whole=False))
-
-
-def _sharded(chunks: Sequence[RLModel]) -> dict[str, Any]:
-    """What of the model is read or written, under names that know no layout."""
-    return {"model": [chunk.sharded_state_dict() for chunk in chunks]}
-
-
-def _fill(chunks: Sequence[RLModel], state: Mapping[str, Any]) -> None:
-    for chunk, of_chunk in zip(chunks, state["model"], strict=True):
-        chunk.load_state_dict(of_chunk, strict=True)
-
-
-def _load_strictly(state: dict[str, Any], directory: Path, *, whole: bool) -> dict[str, Any]:
-    """Read what `state` asks for: all of it must be there, and with `whole` nothing more."""
-    strict = StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED
-    with _named(directory):
-        return dist_checkpointing.load(state, str(directory), strict=strict)
-
-
-def _load_common(directory: Path) -> dict[str, Any]:
-    """What is the same for all ranks: progress, architecture, topology, data."""
-    with _named(directory):
-        return dist_checkpointing.load_common_state_dict(str(directory))
-
-
-@contextmanager
-def _named(directory: Path) -> Iterator[None]:
-    """Name the checkpoint in whatever is wrong with it; torch's own error is no Exception."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{directory} cannot be loaded into this run: {error}") from error
-
-
-def _architecture(config: RunConfig) -> dict[str, Any]:
-    return {
-        name: getattr(config.model if hasattr(config.model, name) else config.transformer, name)
-        for name in ARCHITECTURE
-    }
-
-
-def _check_architecture(common: Mapping[str, Any], directory: Path, config: RunConfig) -> None:
-    fix = "use the flags that it was saved with"
-    _refuse_differences(directory, common["architecture"], _architecture(config), fix)
-
-
-def _refuse_differences(
-    directory: Path, saved: Mapping[str, Any], here: Mapping[str, Any], fix: str
-) -> None:
-    differences = [
-        f"{name}: checkpoint {saved.get(name)}, this run {value}"
-        for name, value in here.items()
-        if saved.get(name) != value
-    ]
-    if differences:
-        named = "; ".join(differences)
-        raise CheckpointError(f"{directory} does not fit this run: {named}; fix: {fix}")

@@ -14,7 +14,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from megatron.rl.attention import PackedAttention, PackedRows
 from megatron.rl.config import RunConfig
@@ -77,6 +78,22 @@ class RLModel(GPTModel):
         return self.output_layer.weight
 
 
+class Critic(RLModel):
+    """An RLModel whose output layer is a value head [1, H].
+
+    The head starts at zero: every value is 0 until it has learned.
+    """
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        if self.post_process:
+            self.output_layer = nn.Linear(config.hidden_size, 1, bias=False)
+            self.output_layer.to(config.params_dtype)
+            nn.init.zeros_(self.output_layer.weight)
+            # each tensor-parallel rank has the values of its own rows: core sums the gradients
+            self.output_layer.weight.sequence_parallel = config.sequence_parallel
+
+
 def rotary_of(config: RunConfig) -> Rotary:
     """The rotary embedding that the flags describe."""
     model = config.model
@@ -131,14 +148,17 @@ def wrap_model(config: RunConfig, chunks: list[MegatronModule]) -> list[Megatron
 def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel:
     stage, last = grid.groups.pp.rank(), grid.pp_size - 1
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-    return RLModel(
-        config=config.transformer,
+    is_critic = config.loss.loss_type == "value_loss"
+    return (Critic if is_critic else RLModel)(
+        config.transformer,
         transformer_layer_spec=_block_spec(config, grid, vp_stage),
         vocab_size=config.layout.padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings or 0,
         pre_process=stage == 0 and vp_stage in (None, 0),
         post_process=stage == last and vp_stage in (None, chunks - 1),
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not (
+            is_critic or config.model.untie_embeddings_and_output_weights
+        ),
         position_embedding_type="none",
         pg_collection=grid.groups,
         vp_stage=vp_stage,

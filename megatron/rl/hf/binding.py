@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from megatron.rl.hf.mapping import EMBEDDING, FINAL_NORM, Row, WeightTable, layer_prefix
+from megatron.rl.model import Critic
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # equal sizes do not make equal models: 8 heads of 16 and 4 heads of 32 have the same shapes
@@ -80,10 +81,11 @@ def _check_same_model(model: GPTModel, architecture: Mapping[str, Any]) -> None:
     wanted = {field: architecture[field] for field in SAME_IN_MODEL}
     wanted["layernorm_zero_centered_gamma"] = False
     built = {field: getattr(model.config, field) for field in wanted}
-    wanted["untie_embeddings_and_output_weights"] = architecture[
-        "untie_embeddings_and_output_weights"
-    ]
-    built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
+    if not isinstance(model, Critic):
+        wanted["untie_embeddings_and_output_weights"] = architecture[
+            "untie_embeddings_and_output_weights"
+        ]
+        built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     for field, value in wanted.items():
         if built[field] != value:
             raise ValueError(
@@ -100,6 +102,8 @@ def _bind_chunk(model: GPTModel, table: WeightTable) -> list[Weight]:
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]  # core counts from 1
     weights = []
     for name, parameter in model.named_parameters():
+        if isinstance(model, Critic) and name in table.output.megatron:
+            continue  # its value head, which no language model has
         in_layer = LAYER_NAME.fullmatch(name)
         if in_layer:
             number, short = numbers[int(in_layer[1])], in_layer[2]
@@ -113,6 +117,8 @@ def _bind_chunk(model: GPTModel, table: WeightTable) -> list[Weight]:
         weights.append(Weight(name, parameter, row, tensors))
     bound = {tensor for weight in weights for tensor in weight.tensors}
     of_chunk = table.tensors(numbers, first=model.pre_process, last=model.post_process)
+    if isinstance(model, Critic):
+        bound |= {tensor.name for tensor in table.output.tensors}
     for tensor in of_chunk:
         if tensor not in bound:
             raise ValueError(f"a tensor must have a parameter in the model: tensor={tensor}")

@@ -134,7 +134,6 @@ FINAL_NORM = Row(("decoder.final_layernorm.weight",), (_hf("model.norm.weight", 
 OUTPUT = Row(("output_layer.weight",), (_hf("lm_head.weight", "vocab", "hidden"),), tp_dim=0)
 # the copy of the embedding that the last pipeline stage keeps
 TIED_OUTPUT = Row(("output_layer.weight",), EMBEDDING.tensors, tp_dim=0)
-
 LAYER = (
     Row(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
