@@ -1,10 +1,11 @@
 """slime_loss: the loss of RL post-training as a model head, in torch alone."""
 
-from slime_loss.advantages import compute_advantages, group_relative_advantages
+from slime_loss.advantages import AdvantageInputs, TokenAdvantages, compute_advantages
 from slime_loss.aggregation import loss_weights, sample_weights
 from slime_loss.batch import IGNORED_LABEL, KeptIds, LossOutput, TokenBatch, TokenLogProbs
 from slime_loss.checked_config import CheckedConfig, ConfigError, Violation
 from slime_loss.config import AdvantageConfig, AggregationConfig, HeadConfig
+from slime_loss.group_relative import group_relative_advantages
 from slime_loss.head import RLHead
 from slime_loss.kl import approximate_kl
 from slime_loss.layout import (
@@ -30,6 +31,7 @@ from slime_loss.returns import (
     gae,
     reinforce_plus_plus_baseline,
     reinforce_plus_plus_returns,
+    token_advantages,
     token_rewards,
 )
 from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
@@ -38,6 +40,7 @@ from slime_loss.whiten import masked_whiten
 __all__ = [
     "IGNORED_LABEL",
     "AdvantageConfig",
+    "AdvantageInputs",
     "AggregationConfig",
     "CheckedConfig",
     "ConfigError",
@@ -54,6 +57,7 @@ __all__ = [
     "Reduction",
     "SequenceLayout",
     "Surrogate",
+    "TokenAdvantages",
     "TokenBatch",
     "TokenLogProbs",
     "TokenMetrics",
@@ -79,5 +83,6 @@ __all__ = [
     "reinforce_plus_plus_returns",
     "sample_weights",
     "sft_loss",
+    "token_advantages",
     "token_rewards",
 ]

@@ -1,112 +1,252 @@
-"""Advantages from rewards, once per step, without gradient.
+"""The advantage of every token of a rollout, by the estimator that the config names.
 
-Source: GRPO, arXiv 2402.03300, sec. 4.1.2; Dr. GRPO, arXiv 2503.20783; RLOO, arXiv 2402.14740.
+Once per rollout, without gradient. Each rank asks for the samples it holds; rewards and groups are
+those of the whole rollout, so only the whitening communicates.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from slime_loss.batch import check_alike
+from slime_loss.batch import check_alike, check_vector
 from slime_loss.config import AdvantageConfig
+from slime_loss.custom import load_function
+from slime_loss.group_relative import group_relative_advantages
+from slime_loss.returns import (
+    Masks,
+    Streams,
+    gae,
+    reinforce_plus_plus_returns,
+    token_advantages,
+    token_rewards,
+)
+from slime_loss.whiten import masked_whiten
 
-SCALES = ("std", "none")
 
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What advantages are made of: N samples of the whole rollout, n of them held by this rank.
 
-def group_relative_advantages(
-    rewards: Float[Tensor, " samples"],
-    group_index: Int64[Tensor, " samples"],
-    *,
-    scale: str = "std",
-    leave_one_out: bool = False,
-    eps: float = 1e-6,
-) -> Float[Tensor, " samples"]:
-    """Compare each reward with those of the same group.
-
-    Groups are found by their index; they may differ in size and lie in any order. In a group of
-    one, or one whose rewards are all equal, every advantage is exactly 0.
-
-    Args:
+    Attributes:
         rewards: [N], finite.
         group_index: [N], equal for the samples of one prompt.
-        scale: std divides by the group's sample standard deviation (n - 1) plus eps; none does
-            not.
-        leave_one_out: Subtract the mean of the group's other rewards, not the mean of all.
-        eps: Added to the standard deviation; >= 0.
-
-    Returns:
-        [N], fp32, or fp64 when the rewards are.
-
-    Raises:
-        ValueError: The scale is unknown, eps is negative, a reward is not finite, or the shapes or
-            devices differ.
+        own: [n], the positions, among the N, of the samples that this rank holds.
+        loss_mask: n of [R], true where a response token trains.
+        kl: n of [R], nats, the KL estimate of each response token; needed where kl_coef is not 0.
+        values: n of [R], the critic's value before each response token; needed by ppo.
     """
-    check_alike("group_index", group_index, "rewards", rewards)
-    _check_options(scale, eps)
-    check_rewards(rewards)
-    _, group, size = torch.unique(group_index, return_inverse=True, return_counts=True)
-    exact = rewards.detach().double()
-    lowest = _per_group(exact, group, size, "amin")
-    highest = _per_group(exact, group, size, "amax")
 
-    # Measured from the group's lowest reward, an offset common to the group costs no digits.
-    height = exact - lowest
-    advantages = height - _per_group(height, group, size, "mean")
-    others = (size[group] - 1).clamp(min=1)
-    std = (_per_group(advantages.square(), group, size, "sum") / others).sqrt()
-    if leave_one_out:
-        advantages = advantages * size[group] / others
-    if scale == "std":
-        advantages = advantages / (std + eps)
-    advantages = torch.where(lowest == highest, 0.0, advantages)
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards: Float[Tensor, " samples"]
+    group_index: Int64[Tensor, " samples"]
+    own: Int64[Tensor, " own"]
+    loss_mask: Masks
+    kl: Streams | None = None
+    values: Streams | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes, dtypes and devices."""
+        check_vector("rewards", self.rewards, None)
+        check_vector("group_index", self.group_index, torch.int64)
+        check_alike("group_index", self.group_index, "rewards", self.rewards)
+        check_vector("own", self.own, torch.int64)
+        outside = (self.own < 0) | (self.own >= self.rewards.shape[0])
+        if bool(outside.any()):
+            raise ValueError(
+                f"own must be positions of rewards, [0, {self.rewards.shape[0]}): "
+                f"own={self.own[outside][0]}"
+            )
+        for sample, mask in enumerate(self.loss_mask):
+            check_vector(f"loss_mask[{sample}]", mask, torch.bool)
+        for name in ("loss_mask", "kl", "values"):
+            streams: Streams | Masks | None = getattr(self, name)
+            if streams is not None:
+                self._check_own(name, streams)
+
+    def _check_own(self, name: str, streams: Streams | Masks) -> None:
+        """Raise ValueError unless there is one [R] for each own sample."""
+        if len(streams) != self.own.shape[0]:
+            raise ValueError(
+                f"{name} must have one entry per own sample: "
+                f"len({name})={len(streams)}, len(own)={self.own.shape[0]}"
+            )
+        for sample, (stream, mask) in enumerate(zip(streams, self.loss_mask, strict=True)):
+            check_alike(f"{name}[{sample}]", stream, f"loss_mask[{sample}]", mask)
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages of the samples that this rank holds, in the order of `own`.
+
+    Attributes:
+        advantages: n of [R], fp32, or fp64 when an input is; 0 where a token does not train.
+        returns: n of [R], what a critic learns; None where the estimator makes none.
+    """
+
+    advantages: list[Float[Tensor, " _"]]
+    returns: list[Float[Tensor, " _"]] | None = None
 
 
 def compute_advantages(
-    rewards: Float[Tensor, " samples"],
-    group_index: Int64[Tensor, " samples"],
-    config: AdvantageConfig,
-) -> Float[Tensor, " samples"]:
-    """Compute the advantages by the estimator that the config names.
+    inputs: AdvantageInputs, config: AdvantageConfig, *, group: ProcessGroup | None = None
+) -> TokenAdvantages:
+    """Compute the advantages by the estimator, or custom function, that the config names.
+
+    * grpo, gspo, cispo: the reward against its group, over the group's standard deviation;
+    * dr_grpo: against the group's mean; rloo: against the mean of the group's others;
+    * reinforce_plus_plus: the discounted return of each token, from the reward at the last token
+      and -kl_coef kl at each; REINFORCE++ itself is this with normalize_advantages;
+    * reinforce_plus_plus_baseline: against the group's mean, -kl_coef kl at each token; likewise;
+    * ppo: generalised advantage estimates of these token rewards, and their returns.
+
+    With normalize_advantages they are whitened over all trained tokens of the rollout; the returns
+    are not.
 
     Args:
-        rewards: [N], finite.
-        group_index: [N], equal for the samples of one prompt.
-        config: advantage_estimator.
+        inputs: Rewards, groups, and the streams of this rank's samples.
+        config: The estimator.
+        group: The ranks that hold different samples (data parallel; those that share a sample, as
+            in context parallelism, must not be in it twice). Only normalize_advantages
+            communicates over it, two all-reduces, in which a rank without a sample takes part.
+            None is one process.
 
     Returns:
-        [N], fp32, or fp64 when the rewards are: the advantage of each sample's every token.
+        Advantages, and with ppo returns, of this rank's samples.
+
+    Raises:
+        ValueError: A stream that the estimator needs is missing, kl_coef, gamma or lambd is out of
+            range, a reward is not finite, or the custom function is not to be found or returns
+            something else than advantages.
     """
-    return _ESTIMATORS[config.advantage_estimator](rewards, group_index)
+    path = config.custom_advantage_function_path
+    if path is not None:
+        found = TokenAdvantages(_custom_advantages(path, inputs, config))
+    else:
+        found = _ESTIMATORS[config.advantage_estimator](inputs, config)
+    if not config.normalize_advantages:
+        return found
+    return TokenAdvantages(_whiten(found.advantages, inputs, group), found.returns)
 
 
-_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "grpo": group_relative_advantages,
-    "dr_grpo": partial(group_relative_advantages, scale="none"),
-    "rloo": partial(group_relative_advantages, scale="none", leave_one_out=True),
+def _group_relative(
+    *, scale: str, leave_one_out: bool = False
+) -> Callable[[AdvantageInputs, AdvantageConfig], TokenAdvantages]:
+    """The estimator that compares rewards within groups, and takes no KL from them."""
+
+    def estimate(inputs: AdvantageInputs, _: AdvantageConfig) -> TokenAdvantages:
+        of_samples = group_relative_advantages(
+            inputs.rewards, inputs.group_index, scale=scale, leave_one_out=leave_one_out
+        )
+        kl = _zeros(inputs)
+        return TokenAdvantages(
+            token_advantages(of_samples[inputs.own], kl, inputs.loss_mask, kl_coef=0.0)
+        )
+
+    return estimate
+
+
+def _reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
+    returns = reinforce_plus_plus_returns(
+        inputs.rewards[inputs.own],
+        _kl(inputs, config),
+        inputs.loss_mask,
+        kl_coef=config.kl_coef,
+        gamma=config.gamma,
+    )
+    return TokenAdvantages(returns)
+
+
+def _reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs, config: AdvantageConfig
+) -> TokenAdvantages:
+    above = group_relative_advantages(inputs.rewards, inputs.group_index, scale="none")
+    kl = _kl(inputs, config)
+    return TokenAdvantages(
+        token_advantages(above[inputs.own], kl, inputs.loss_mask, kl_coef=config.kl_coef)
+    )
+
+
+def _ppo(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
+    if inputs.values is None:
+        raise ValueError("values is needed by advantage_estimator ppo: values=None")
+    rewards = token_rewards(
+        inputs.rewards[inputs.own], _kl(inputs, config), inputs.loss_mask, kl_coef=config.kl_coef
+    )
+    advantages, returns = gae(
+        rewards, inputs.values, inputs.loss_mask, gamma=config.gamma, lambd=config.lambd
+    )
+    return TokenAdvantages(advantages, returns)
+
+
+_ESTIMATORS: dict[str, Callable[[AdvantageInputs, AdvantageConfig], TokenAdvantages]] = {
+    "grpo": _group_relative(scale="std"),
+    "gspo": _group_relative(scale="std"),
+    "cispo": _group_relative(scale="std"),
+    "dr_grpo": _group_relative(scale="none"),
+    "rloo": _group_relative(scale="none", leave_one_out=True),
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "ppo": _ppo,
 }
 
 
-def _per_group(values: Tensor, group: Tensor, size: Tensor, reduce: str) -> Tensor:
-    """Reduce `values` [N] within each group, and give every sample its group's result: [N]."""
-    # Every group has a sample, so the value to start from is never seen.
-    start = torch.zeros_like(size, dtype=values.dtype)
-    return start.scatter_reduce(0, group, values, reduce, include_self=False)[group]
+def _kl(inputs: AdvantageInputs, config: AdvantageConfig) -> Streams:
+    """The KL estimates, or zeros that a coefficient of 0 does not read."""
+    if config.kl_coef == 0:
+        return _zeros(inputs)
+    if inputs.kl is None:
+        raise ValueError(f"kl is needed by kl_coef: kl=None, kl_coef={config.kl_coef}")
+    return inputs.kl
 
 
-def check_rewards(rewards: Float[Tensor, " samples"]) -> None:
-    """Raise ValueError, naming the first sample, unless every reward is finite."""
-    nonfinite = ~rewards.isfinite()
-    if bool(nonfinite.any()):
-        sample = int(nonfinite.nonzero()[0])
-        raise ValueError(f"rewards must be finite: rewards[{sample}]={float(rewards[sample])}")
+def _zeros(inputs: AdvantageInputs) -> Streams:
+    return [torch.zeros(mask.shape, device=mask.device) for mask in inputs.loss_mask]
 
 
-def _check_options(scale: str, eps: float) -> None:
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(SCALES)}: scale={scale!r}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be >= 0: eps={eps}")
+def _whiten(
+    advantages: Sequence[Tensor], inputs: AdvantageInputs, group: ProcessGroup | None
+) -> list[Tensor]:
+    """Whiten as one stream, which a rank without a sample has too, with no entry."""
+    none = inputs.rewards.new_zeros(0, dtype=torch.float32)
+    stream, mask = torch.cat([none, *advantages]), torch.cat([none.bool(), *inputs.loss_mask])
+    whitened = masked_whiten(stream, mask, group=group)
+    return list(whitened.split([len(stream) for stream in advantages]))
+
+
+def _custom_advantages(path: str, inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
+    """What the function returns, as one stream per sample, 0 where a token does not train."""
+    found: object = load_function(path)(inputs, config)
+    rule = f"custom_advantage_function_path {path} must return"
+    if isinstance(found, Tensor) and found.dim() == 1:
+        found = list(found)
+    if not isinstance(found, list | tuple) or len(found) != len(inputs.loss_mask):
+        shape = f"len={len(found)}" if isinstance(found, list | tuple) else f"type={type(found)}"
+        raise ValueError(f"{rule} {len(inputs.loss_mask)} advantages, one per own sample: {shape}")
+    return [
+        _checked(f"{rule} at [{sample}]", stream, mask)
+        for sample, (stream, mask) in enumerate(zip(found, inputs.loss_mask, strict=True))
+    ]
+
+
+def _checked(rule: str, advantage: object, mask: Tensor) -> Tensor:
+    """One sample's advantages from a custom function, as a stream [R] without masked tokens."""
+    if not isinstance(advantage, Tensor) or not advantage.is_floating_point():
+        kind = advantage.dtype if isinstance(advantage, Tensor) else type(advantage).__name__
+        raise ValueError(f"{rule} a floating point tensor: {kind}")
+    if advantage.requires_grad:
+        raise ValueError(f"{rule} a tensor without gradient: requires_grad=True")
+    if advantage.shape not in (mask.shape, torch.Size()):
+        raise ValueError(
+            f"{rule} one number, or one for each of the response tokens: "
+            f"shape={tuple(advantage.shape)}, loss_mask.shape={tuple(mask.shape)}"
+        )
+    if advantage.device != mask.device:
+        raise ValueError(f"{rule} a tensor on {mask.device}: device={advantage.device}")
+    stream = torch.where(mask, advantage, 0.0)
+    if not bool(stream.isfinite().all()):
+        token = int((~stream.isfinite()).nonzero()[0])
+        raise ValueError(f"{rule} finite advantages: [{token}]={float(stream[token])}")
+    return stream.to(torch.promote_types(advantage.dtype, torch.float32))

@@ -19,6 +19,8 @@ Estimator = Literal[
     "reinforce_plus_plus_baseline",
     "ppo",
 ]
+ALONE_ESTIMATORS = ("reinforce_plus_plus", "ppo")
+"""Estimators that judge a sample by itself, so that a prompt needs no second one."""
 Aggregation = Literal["sample_mean", "rollout_mean", "token_mean", "prompt_mean", "constant"]
 
 
@@ -60,8 +62,7 @@ class AdvantageConfig(CheckedConfig):
     @property
     def compares_groups(self) -> bool:
         """Whether rewards are compared within prompt groups, so that a group of one gives 0."""
-        alone = ("reinforce_plus_plus", "ppo")
-        return not self.is_custom and self.advantage_estimator not in alone
+        return not self.is_custom and self.advantage_estimator not in ALONE_ESTIMATORS
 
     def rules(self) -> Iterator[Rule]:
         """Ranges, and fields that the estimator does not read."""

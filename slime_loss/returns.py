@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from slime_loss.advantages import check_rewards, group_relative_advantages
 from slime_loss.batch import check_alike, check_vector
+from slime_loss.group_relative import check_rewards, group_relative_advantages
 
 Streams = Sequence[Float[Tensor, " _"]]
 """One vector per sample, [R] of its response length."""
@@ -45,6 +45,33 @@ def token_rewards(
     dtype = _common_dtype(rewards, *kl)
     trained = _trained_rewards(rewards, kl, loss_mask, kl_coef)
     return [_spread(row, mask, dtype) for row, mask in zip(trained, loss_mask, strict=True)]
+
+
+def token_advantages(
+    advantages: Float[Tensor, " samples"], kl: Streams, loss_mask: Masks, *, kl_coef: float
+) -> list[Float[Tensor, " _"]]:
+    """A sample's advantage at each of its trainable tokens, minus kl_coef kl of that token.
+
+    Args:
+        advantages: [N].
+        kl: N of [R], nats, the KL estimate of each response token.
+        loss_mask: N of [R], true where a token trains.
+        kl_coef: >= 0; with 0, kl is not read.
+
+    Returns:
+        N of [R], fp32, or fp64 when an argument is; 0 at a masked token.
+
+    Raises:
+        ValueError: The number of samples, a length, dtype or device differs, or kl_coef is out of
+            range.
+    """
+    _check_samples(loss_mask, kl=kl, advantages=advantages)
+    _check_coefficient("kl_coef", kl_coef)
+    dtype = _common_dtype(advantages, *kl)
+    return [
+        _spread(advantage + _penalty(nats[mask], kl_coef), mask, dtype)
+        for advantage, nats, mask in zip(advantages.tolist(), kl, loss_mask, strict=True)
+    ]
 
 
 def reinforce_plus_plus_returns(
@@ -104,16 +131,11 @@ def reinforce_plus_plus_baseline(
         N of [R], fp32, or fp64 when an argument is; 0 at a masked token.
 
     Raises:
-        ValueError: As for `token_rewards`, or the shape of group_index differs.
+        ValueError: As for `token_advantages`, a reward is not finite, or the shape of group_index
+            differs.
     """
-    _check_samples(loss_mask, kl=kl, rewards=rewards)
-    _check_coefficient("kl_coef", kl_coef)
-    advantages = group_relative_advantages(rewards.double(), group_index, scale="none").tolist()
-    dtype = _common_dtype(rewards, *kl)
-    return [
-        _spread(advantage + _penalty(nats[mask], kl_coef), mask, dtype)
-        for advantage, nats, mask in zip(advantages, kl, loss_mask, strict=True)
-    ]
+    above = group_relative_advantages(rewards, group_index, scale="none")
+    return token_advantages(above, kl, loss_mask, kl_coef=kl_coef)
 
 
 def gae(

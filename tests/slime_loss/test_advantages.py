@@ -1,125 +1,270 @@
+"""One entry for every estimator: by name, over ranks, whitened, or a function of one's own."""
+
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor, distributed
 from torch.testing import assert_close
 
-from slime_loss import AdvantageConfig, compute_advantages, group_relative_advantages
+from slime_loss import AdvantageConfig, AdvantageInputs, TokenAdvantages, compute_advantages
 from tests.slime_loss import references
+from tests.spawn import run_on_ranks
 
-SETTINGS = [
-    {"scale": scale, "leave_one_out": leave_one_out}
-    for scale in ("std", "none")
-    for leave_one_out in (False, True)
-]
-# Few distinct values, so that equal rewards and whole groups of them are common.
-rewards_in = st.one_of(st.sampled_from([0.0, 0.1, 0.2, 0.35, 1.0, -1.0]), st.floats(-5, 5))
-samples = st.lists(st.tuples(rewards_in, st.integers(0, 3)), max_size=12)
-
-
-def as_tensors(
-    rewards: list[float], groups: list[int], dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(rewards, dtype=dtype), torch.tensor(groups, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-@given(samples=samples)
-@settings(derandomize=True, max_examples=60, deadline=None)
-def test_interleaved_groups_of_any_size_equal_the_loop(
-    options: dict[str, object], samples: list[tuple[float, int]]
-) -> None:
-    rewards, groups = [reward for reward, _ in samples], [group for _, group in samples]
-    advantages = group_relative_advantages(*as_tensors(rewards, groups), **options)
-    expected = references.group_relative_advantages(rewards, groups, **options)
-    assert_close(advantages, advantages.new_tensor(expected), rtol=1e-12, atol=1e-12)
+REWARDS = [1.0, 0.0, 0.5, 0.3, 2.0, 0.25, 0.25]
+GROUPS = [0, 1, 0, 1, 0, 7, 7]
+MASKS = [[1, 1, 0, 1], [1], [0, 0], [1, 0, 1], [1, 1], [1, 1, 1], [0, 1]]
+GROUP_OPTIONS = {
+    "grpo": {"scale": "std"},
+    "gspo": {"scale": "std"},
+    "cispo": {"scale": "std"},
+    "dr_grpo": {"scale": "none"},
+    "rloo": {"scale": "none", "leave_one_out": True},
+}
+ALL = [*GROUP_OPTIONS, "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+WITH_KL = ALL[len(GROUP_OPTIONS) :]
 
 
-def test_groups_are_found_by_index() -> None:
-    rewards, groups = as_tensors([1, 1, 1, 1, 5, 5, 5], [0, 0, 0, 0, 1, 1, 1])
-    assert group_relative_advantages(rewards, groups).tolist() == [0.0] * 7
+def numbers(seed: int, masks: list[list[int]]) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(len(mask), generator=generator).double().tolist() for mask in masks]
 
 
-def test_a_group_of_one_has_advantage_zero() -> None:
-    rewards, groups = as_tensors([3.0, 1, 2], [9, 4, 4])
-    for options in SETTINGS:
-        assert group_relative_advantages(rewards, groups, **options)[0].item() == 0.0
-    advantages = group_relative_advantages(rewards, groups)
-    expected = [0, -0.7071057811879616, 0.7071057811879616]
-    assert_close(advantages, advantages.new_tensor(expected), rtol=0, atol=1e-12)
+KL, VALUES = numbers(1, MASKS), numbers(2, MASKS)
 
 
-@pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("reward", [0.2, 0.1, 1 / 3, 1e-30, 1e30, -7.7])
-@pytest.mark.parametrize("size", [1, 2, 5, 7, 16])
-def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(
-    options: dict[str, object], dtype: torch.dtype, reward: float, size: int
-) -> None:
-    rewards, groups = as_tensors([reward] * size, [0] * size, dtype)
-    for eps in (1e-6, 0.0):
-        advantages = group_relative_advantages(rewards, groups, eps=eps, **options)
-        assert advantages.tolist() == [0.0] * size
+def inputs_of(own: list[int], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
+    """What a rank that holds these samples gives."""
+    return AdvantageInputs(
+        rewards=torch.tensor(REWARDS, dtype=dtype),
+        group_index=torch.tensor(GROUPS),
+        own=torch.tensor(own, dtype=torch.int64),
+        loss_mask=[torch.tensor(MASKS[i], dtype=torch.bool) for i in own],
+        kl=[torch.tensor(KL[i], dtype=dtype) for i in own],
+        values=[torch.tensor(VALUES[i], dtype=dtype) for i in own],
+    )
 
 
-def test_leave_one_out_of_a_nearly_constant_group() -> None:
-    rewards, groups = as_tensors([0.35] * 7 + [0], [0] * 8)
-    advantages = group_relative_advantages(rewards, groups, scale="none", leave_one_out=True)
-    expected = advantages.new_tensor([0.05] * 7 + [-0.35])
-    assert_close(advantages, expected, rtol=0, atol=1e-12)
+WHOLE = inputs_of(list(range(len(REWARDS))))
 
 
-@pytest.mark.parametrize("options", SETTINGS)
-def test_an_offset_of_the_whole_group_changes_nothing(options: dict[str, object]) -> None:
-    # The offset leaves the differences exact, so not a digit may be lost.
-    rewards, groups = as_tensors([0.5, 0.25, 1.0, 0.0, 2.0], [3, 3, 3, 1, 1])
-    shifted = group_relative_advantages(rewards + 2.0**45, groups, **options)
-    plain = group_relative_advantages(rewards, groups, **options)
-    assert_close(shifted, plain, rtol=1e-12, atol=0)
+def expected_of(config: AdvantageConfig) -> list[list[float]]:
+    """The loops, for all samples, before whitening."""
+    name, kl_coef, masks = config.advantage_estimator, config.kl_coef, MASKS
+    flags = [[bool(m) for m in mask] for mask in masks]
+    if name in GROUP_OPTIONS:
+        of_samples = references.group_relative_advantages(REWARDS, GROUPS, **GROUP_OPTIONS[name])
+        return [[a * m for m in mask] for a, mask in zip(of_samples, masks, strict=True)]
+    if name == "reinforce_plus_plus_baseline":
+        return references.reinforce_plus_plus_baseline(REWARDS, GROUPS, KL, flags, kl_coef)
+    samples = zip(REWARDS, KL, flags, strict=True)
+    if name == "reinforce_plus_plus":
+        return [
+            references.reinforce_plus_plus_returns(*sample, kl_coef, config.gamma)
+            for sample in samples
+        ]
+    # with gamma 0 a return is the reward of its own token
+    rewards = [references.reinforce_plus_plus_returns(*s, kl_coef, 0.0) for s in samples]
+    return [
+        references.gae(r, v, m, config.gamma, config.lambd)[0]
+        for r, v, m in zip(rewards, VALUES, flags, strict=True)
+    ]
+
+
+def config_of(estimator: str, **options: Any) -> AdvantageConfig:
+    """The estimator with all that it reads away from its default."""
+    read: dict[str, float] = {"kl_coef": 0.1} if estimator in WITH_KL else {}
+    if estimator in ("reinforce_plus_plus", "ppo"):
+        read["gamma"] = 0.9
+    if estimator == "ppo":
+        read["lambd"] = 0.7
+    return AdvantageConfig(advantage_estimator=estimator, **read, **options)
+
+
+def assert_streams(found: list[Tensor], expected: list[list[float]], tolerance: float) -> None:
+    assert [len(stream) for stream in found] == [len(stream) for stream in expected]
+    for stream, values in zip(found, expected, strict=True):
+        wanted = torch.tensor(values, dtype=torch.float64)
+        assert_close(stream.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_every_estimator_equals_its_loop(estimator: str) -> None:
+    config = config_of(estimator)
+    found = compute_advantages(WHOLE, config)
+    assert_streams(found.advantages, expected_of(config), 1e-12)
+    assert (found.returns is None) == (estimator != "ppo")
+    if found.returns is not None:
+        flat = zip(found.returns, found.advantages, WHOLE.values, WHOLE.loss_mask, strict=True)
+        for returns, advantages, values, mask in flat:
+            assert_close(returns, torch.where(mask, advantages + values, 0.0), rtol=0, atol=1e-12)
+    in_fp32 = compute_advantages(inputs_of([3, 0], torch.float32), config).advantages
+    assert [stream.dtype for stream in in_fp32] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_a_share_of_the_samples_gives_their_share(estimator: str) -> None:
+    """Groups are compared over the whole rollout, whoever holds its samples."""
+    config = config_of(estimator)
+    whole = compute_advantages(WHOLE, config).advantages
+    for own in ([4, 0, 3], [], [6]):
+        found = compute_advantages(inputs_of(own), config).advantages
+        assert len(found) == len(own)
+        assert all(torch.equal(got, whole[i]) for got, i in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "ppo"])
+def test_normalize_advantages_whitens_all_trained_tokens(estimator: str) -> None:
+    config = config_of(estimator, normalize_advantages=True)
+    found = compute_advantages(WHOLE, config)
+    before = expected_of(config)
+    mask = [bool(m) for of_sample in MASKS for m in of_sample]
+    whitened = iter(references.masked_whiten([x for s in before for x in s], mask, True, 1e-8))
+    assert_streams(found.advantages, [[next(whitened) for _ in stream] for stream in before], 1e-12)
+    plain = compute_advantages(WHOLE, replace(config, normalize_advantages=False)).returns
+    assert found.returns is None or all(map(torch.equal, found.returns, plain or []))
+
+
+SHARES = ([4, 0, 3, 6], [1, 2, 5], [])
+
+
+def share_of(rank: int, config: AdvantageConfig) -> TokenAdvantages:
+    return compute_advantages(inputs_of(SHARES[rank]), config, group=distributed.group.WORLD)
+
+
+def test_whitening_spans_the_ranks_one_of_which_has_no_sample() -> None:
+    config = config_of("reinforce_plus_plus", normalize_advantages=True)
+    whole = compute_advantages(WHOLE, config).advantages
+    for found, own in zip(run_on_ranks(3, share_of, config), SHARES, strict=True):
+        assert_streams(found.advantages, [whole[i].tolist() for i in own], 1e-12)
+
+
+def test_masked_tokens_are_not_read() -> None:
+    for estimator in ALL:
+        config = config_of(estimator, normalize_advantages=True)
+        poisoned = replace(
+            WHOLE,
+            **{
+                name: [
+                    torch.where(mask, stream, math.nan)
+                    for stream, mask in zip(getattr(WHOLE, name), WHOLE.loss_mask, strict=True)
+                ]
+                for name in ("kl", "values")
+            },
+        )
+        clean, found = (compute_advantages(x, config).advantages for x in (WHOLE, poisoned))
+        assert all(map(torch.equal, found, clean)), estimator
 
 
 @pytest.mark.parametrize(
-    ("estimator", "options"),
+    ("estimator", "missing", "message"),
     [
-        ("grpo", {"scale": "std", "leave_one_out": False}),
-        ("dr_grpo", {"scale": "none", "leave_one_out": False}),
-        ("rloo", {"scale": "none", "leave_one_out": True}),
+        ("ppo", "values", "^values is needed by advantage_estimator ppo: values=None$"),
+        ("ppo", "kl", "^kl is needed by kl_coef: kl=None, kl_coef=0.1$"),
+        ("reinforce_plus_plus", "kl", "^kl is needed by kl_coef: kl=None, kl_coef=0.1$"),
+        ("reinforce_plus_plus_baseline", "kl", "^kl is needed by kl_coef"),
     ],
 )
-def test_estimators_by_name(estimator: str, options: dict[str, object]) -> None:
-    rewards, groups = [1.0, 0.0, 0.5, 0.3, 2.0], [0, 1, 0, 1, 0]
-    config = AdvantageConfig(advantage_estimator=estimator)
-    advantages = compute_advantages(*as_tensors(rewards, groups), config)
-    expected = references.group_relative_advantages(rewards, groups, **options)
-    assert_close(advantages, advantages.new_tensor(expected), rtol=1e-12, atol=1e-12)
+def test_a_missing_stream_is_named(estimator: str, missing: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute_advantages(replace(WHOLE, **{missing: None}), config_of(estimator))
 
 
-def test_advantages_are_fp32_without_gradient_and_rewards_are_untouched() -> None:
-    rewards, groups = as_tensors([1.0, 0.0, 0.5], [0, 0, 0], torch.float32)
-    before = rewards.clone()
-    advantages = group_relative_advantages(rewards.requires_grad_(), groups)
-    assert (advantages.dtype, advantages.requires_grad) == (torch.float32, False)
-    assert torch.equal(rewards, before)
-    assert group_relative_advantages(rewards.bfloat16(), groups).dtype == torch.float32
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"own": torch.tensor([0, 7])}, r"own must be positions of rewards, \[0, 7\): own=7"),
+        ({"own": torch.tensor([-1])}, "own=-1"),
+        ({"own": torch.tensor([0])}, r"loss_mask must have one entry per own sample: len\(loss_m"),
+        ({"kl": WHOLE.kl[1:]}, r"kl must have one entry per own sample: len\(kl\)=6, len\(own\)=7"),
+        ({"values": WHOLE.values[::-1]}, r"values\[0\] must have the shape of loss_mask\[0\]"),
+        ({"group_index": torch.tensor([0])}, "group_index must have the shape of rewards"),
+        ({"loss_mask": [m.long() for m in WHOLE.loss_mask]}, r"loss_mask\[0\] must be torch.bool"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with references.without_type_checker(), pytest.raises(ValueError, match=message):
+        replace(WHOLE, **changes)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
-    rewards, groups = as_tensors([1.0, bad, 1.0], [0, 0, 0])
-    with pytest.raises(ValueError, match=rf"^rewards must be finite: rewards\[1\]={bad}$"):
-        group_relative_advantages(rewards, groups)
+def custom_per_token(inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
+    """The KL estimate times gamma, not finite where a token does not train."""
+    streams = zip(inputs.kl, inputs.loss_mask, strict=True)
+    return [torch.where(mask, config.gamma * kl, math.inf) for kl, mask in streams]
 
 
-def test_wrong_arguments_are_refused() -> None:
-    rewards, groups = as_tensors([1.0, 2.0], [0, 0])
-    with pytest.raises(ValueError, match="scale must be one of std, none: scale='var'"):
-        group_relative_advantages(rewards, groups, scale="var")
-    with pytest.raises(ValueError, match="eps must be >= 0: eps=-1"):
-        group_relative_advantages(rewards, groups, eps=-1.0)
-    with (
-        references.without_type_checker(),
-        pytest.raises(ValueError, match=r"group_index.shape=\(1,\), rewards.shape=\(2,\)"),
-    ):
-        group_relative_advantages(rewards, groups[:1])
+def custom_per_sample(inputs: AdvantageInputs, _: AdvantageConfig) -> Tensor:
+    """The reward itself."""
+    return inputs.rewards[inputs.own]
+
+
+def custom(name: str, **options: Any) -> AdvantageConfig:
+    return AdvantageConfig(custom_advantage_function_path=f"{__name__}:{name}", **options)
+
+
+def test_a_custom_function_gives_a_stream_or_a_number_per_sample() -> None:
+    per_token = compute_advantages(WHOLE, custom("custom_per_token", gamma=0.5))
+    expected = [
+        [0.5 * k * m for k, m in zip(kl, mask, strict=True)]
+        for kl, mask in zip(KL, MASKS, strict=True)
+    ]
+    assert_streams(per_token.advantages, expected, 0)
+    assert per_token.returns is None
+    own = [5, 3]
+    per_sample = compute_advantages(inputs_of(own), custom("custom_per_sample")).advantages
+    assert_streams(per_sample, [[REWARDS[i] * m for m in MASKS[i]] for i in own], 0)
+    whitened = compute_advantages(WHOLE, custom("custom_per_sample", normalize_advantages=True))
+    assert abs(float(torch.cat(whitened.advantages).sum())) < 1e-12
+
+
+def returns_nothing(*_: object) -> None:
+    """No advantages."""
+
+
+def returns_too_few(inputs: AdvantageInputs, _: object) -> Tensor:
+    return inputs.rewards[:1]
+
+
+def returns_a_matrix(*_: object) -> Tensor:
+    return torch.zeros(7, 4)
+
+
+def returns_integers(inputs: AdvantageInputs, _: object) -> list[Tensor]:
+    return [mask.long() for mask in inputs.loss_mask]
+
+
+def returns_numbers(inputs: AdvantageInputs, _: object) -> list[float]:
+    return [0.0 for _ in inputs.loss_mask]
+
+
+def returns_gradients(inputs: AdvantageInputs, _: object) -> Tensor:
+    return inputs.rewards.clone().requires_grad_()
+
+
+def returns_other_lengths(inputs: AdvantageInputs, _: object) -> list[Tensor]:
+    return [torch.zeros(2) for _ in inputs.loss_mask]
+
+
+def returns_nan(inputs: AdvantageInputs, _: object) -> list[Tensor]:
+    return [torch.full(mask.shape, math.nan) for mask in inputs.loss_mask]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("returns_nothing", "7 advantages, one per own sample"),
+        ("returns_too_few", "7 advantages, one per own sample: len=1"),
+        ("returns_a_matrix", "7 advantages, one per own sample"),
+        ("returns_integers", r"at \[0\] a floating point tensor: torch.int64"),
+        ("returns_numbers", r"at \[0\] a floating point tensor: float"),
+        ("returns_gradients", r"at \[0\] a tensor without gradient"),
+        ("returns_other_lengths", r"at \[0\] one number, or one for each of the response tokens"),
+        ("returns_nan", r"at \[0\] finite advantages: \[0\]=nan"),
+    ],
+)
+def test_what_a_custom_function_returns_is_checked(name: str, message: str) -> None:
+    rule = rf"custom_advantage_function_path {__name__}:{name} must return {message}"
+    with pytest.raises(ValueError, match=rule):
+        compute_advantages(WHOLE, custom(name))
