@@ -25,6 +25,14 @@ CONTRADICTIONS = {
     "one answer a prompt": (["--n-samples-per-prompt=1"], "--n-samples-per-prompt"),
     "interval without place": (["--save-interval=5"], "--save-interval"),
     "cuda without a driver": (["--device=cuda"], "--device"),
+    "a function that is not there": (
+        ["--loss-type=custom_loss", "--custom-loss-function-path=no_such_module:loss"],
+        "--custom-loss-function-path",
+    ),
+    "two objectives": (
+        ["--advantage-estimator=gspo", "--policy-objective=ppo"],
+        "--policy-objective must be gspo",
+    ),
     "two aggregations": (
         ["--calculate-per-token-loss", "--loss-aggregation=sample_mean"],
         "--loss-aggregation",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.rl.config import RunConfig
 from megatron.rl.flags.core_settings import core_settings
 from megatron.rl.flags.generate import Flag, all_flags, help_text, sections
+from megatron.rl.flags.loss_rules import LOSS_RULES, OWN_OBJECTIVE
 from megatron.rl.flags.machine import cuda_driver_found, machine_violations
 from megatron.rl.flags.model_rules import MODEL_RULES
 from megatron.rl.flags.ranges import out_of_range
@@ -225,7 +226,7 @@ def _judge(
             continue
         unreadable.add(name)
     view = FlagView(values, frozenset(unreadable))
-    for rule in (*RUN_RULES, *MODEL_RULES):
+    for rule in (*RUN_RULES, *LOSS_RULES, *MODEL_RULES):
         if rule.is_broken(view):
             violations.append(
                 _violation(rule.flag, rule.rule.format_map(view), rule.fix.format_map(view), given)
@@ -263,11 +264,14 @@ def _notes(values: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[st
 
 
 def _complete(values: dict[str, Any]) -> None:
-    """Fill in the flag that follows from others."""
+    """Fill in the flags that follow from others."""
     rollout = (values["rollout_batch_size"], values["n_samples_per_prompt"])
     steps = values["num_steps_per_rollout"]
     if values["global_batch_size"] is None and steps and None not in rollout:
         values["global_batch_size"] = rollout[0] * rollout[1] // steps
+    estimator, is_policy = values["advantage_estimator"], values["loss_type"] == "policy_loss"
+    if values["policy_objective"] is None and is_policy and estimator in OWN_OBJECTIVE:
+        values["policy_objective"] = estimator
 
 
 def _build_sections(

@@ -31,14 +31,16 @@ class TrainedSample:
 
     Args:
         sample: the rollout row.
-        advantage: of every one of its trained tokens.
         weight: of every one of its trained tokens in the step's loss (loss = sum of weight * x).
-        old_log_probs: [response_length] fp32, or None where the policy is the old one.
+        advantages: [response_length] fp32; these three are None where nothing reads them.
+        returns: [response_length] fp32.
+        old_log_probs: [response_length] fp32.
     """
 
     sample: Sample
-    advantage: float
     weight: float
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
     old_log_probs: Tensor | None = None
 
 
@@ -135,10 +137,12 @@ def _token_batch(
     rows = [t.sample for t in samples]
     values = {
         "loss_weight": [t.weight for t in samples],
-        "advantages": [t.advantage for t in samples],
+        "advantages": [t.advantages for t in samples],
+        "returns": [t.returns for t in samples],
         "old_log_probs": [t.old_log_probs for t in samples],
         "rollout_log_probs": [s.rollout_log_probs for s in rows],
         "ref_log_probs": [s.ref_log_probs for s in rows],
+        "values": [s.values for s in rows],
     }
     labels = _concatenate([_next_tokens(sample) for sample in rows])
     owners = _concatenate([torch.full((s.total_length,), i) for i, s in enumerate(rows)])
@@ -147,6 +151,9 @@ def _token_batch(
         labels=layout.shard(labels, IGNORED_LABEL).to(device),
         loss_mask=layout.shard(loss_mask, False).to(device),
         sample_index=layout.shard(owners, -1).to(device),
+        num_trained_tokens=torch.tensor(
+            [sample.num_trained_tokens for sample in rows], dtype=torch.int64, device=device
+        ),
         kept_ids=_kept_ids(rows, layout, device) if "kept_ids" in streams else None,
         **{
             name: layout.shard(_responses(rows, value, 0.0), 0.0).to(device)

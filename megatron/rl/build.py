@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.rl.checkpoint import Checkpointer, Progress, Restored
 from megatron.rl.checkpoint_files import find_checkpoint
 from megatron.rl.checkpoint_model import load_model_weights
+from megatron.rl.computed import old_is_engines
 from megatron.rl.config import RunConfig
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World
@@ -133,15 +134,20 @@ def build_scheduler(
 
 def row_rules(config: RunConfig) -> RowRules:
     """What this run demands of every rollout row."""
-    policy = config.loss.loss_type == "policy_loss"
+    loss, advantage = config.loss, config.advantage
+    has_advantages = loss.loss_type != "sft_loss"
+    # a function of the user's own takes what there is; a reward that is absent is 0
+    estimates = has_advantages and not advantage.is_custom
+    compares_prompts = config.aggregation.aggregation == "prompt_mean"
     limits = (config.model.max_position_embeddings, config.layout.tokens_per_pack)
     return RowRules(
         vocab_size=config.model.vocab_size,
         reward_key=config.data.reward_key,
-        need_reward=policy,
-        need_group=policy,
-        need_rollout_log_probs=config.loss.use_rollout_logprobs,
-        need_ref_log_probs=config.loss.use_kl_loss,
+        need_reward=estimates,
+        need_group=compares_prompts or (estimates and advantage.compares_groups),
+        need_rollout_log_probs=loss.use_tis or loss.use_rs or old_is_engines(config),
+        need_ref_log_probs=loss.use_kl_loss or advantage.kl_coef > 0,
+        need_values=estimates and advantage.advantage_estimator == "ppo",
         need_kept_ids=config.data.rollout_top_p < 1,
         max_length=min((limit for limit in limits if limit is not None), default=None),
     )

@@ -1,4 +1,4 @@
-"""One rollout, ready to train on: its advantages and how its samples become optimizer steps.
+"""One rollout, ready to train on: how its samples become optimizer steps.
 
 Every rank makes the whole plan from the same samples, so ranks agree without communication; the
 step guard checks that they do.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron.rl.batching import TrainedSample
 from megatron.rl.config import DataConfig, RunConfig
 from megatron.rl.packing import plan_micro_batches, steps_of
 from megatron.rl.samples import Sample
-from slime_loss import compute_advantages, sample_weights
+from slime_loss import sample_weights
 
 
 @dataclass(frozen=True)
@@ -49,30 +49,51 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """What is computed of a rollout before its first step, [response_length] by position in it.
+
+    It covers this data-parallel rank's samples, on the last pipeline stage; elsewhere, and where
+    the run reads none of it, a mapping is empty.
+
+    Args:
+        old_log_probs: fp32, nats, where they come from a pass of their own.
+        advantages: fp32.
+        returns: fp32, what a critic learns.
+    """
+
+    old_log_probs: Mapping[int, Tensor] = field(default_factory=dict)
+    advantages: Mapping[int, Tensor] = field(default_factory=dict)
+    returns: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """Samples with their advantages, cut into steps.
+    """Samples, cut into steps.
 
     Args:
         number: which rollout of the run this is, from 0.
         samples: whole prompt groups.
-        advantages: [samples] fp32.
         steps: every sample is in exactly one of them.
-        streams: the optional TokenBatch streams that the run reads.
+        streams: the optional TokenBatch streams that the rows give and the run reads.
     """
 
     number: int
     samples: tuple[Sample, ...]
-    advantages: Tensor
     steps: tuple[StepPlan, ...]
     streams: frozenset[str]
 
-    def trained(self, step: StepPlan, position: int, old: Tensor | None = None) -> TrainedSample:
+    def packs(self, dp_rank: int) -> list[tuple[StepPlan, tuple[int, ...]]]:
+        """Every micro-batch of one data-parallel rank, step by step: step and positions."""
+        return [(step, pack) for step in self.steps for pack in step.micro_batches[dp_rank]]
+
+    def trained(self, step: StepPlan, position: int, computed: Computed) -> TrainedSample:
         """The sample at `position`, with all that is known of it in `step`."""
         return TrainedSample(
             sample=self.samples[position],
-            advantage=float(self.advantages[position]),
             weight=step.weight_of[position],
-            old_log_probs=old,
+            advantages=computed.advantages.get(position),
+            returns=computed.returns.get(position),
+            old_log_probs=computed.old_log_probs.get(position),
         )
 
     def digest(self, step: StepPlan) -> int:
@@ -91,14 +112,11 @@ class Rollout:
 
 
 def plan_rollout(number: int, samples: Sequence[Sample], config: RunConfig) -> Rollout:
-    """Advantages, steps, weights and micro-batches of one rollout."""
-    groups = torch.tensor([sample.group_index for sample in samples])
-    rewards = torch.tensor([sample.reward for sample in samples])
+    """Steps, weights and micro-batches of one rollout."""
     steps = steps_of(len(samples), step_size(len(samples), config.data))
     return Rollout(
         number=number,
         samples=tuple(samples),
-        advantages=compute_advantages(rewards, groups, config.advantage),
         steps=tuple(_plan_step(positions, samples, config) for positions in steps),
         streams=_streams(samples, config),
     )
@@ -116,15 +134,21 @@ def num_steps(num_samples: int, data: DataConfig) -> int:
 
 def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
     """What the flags ask for; the engine's log-probs also where they are a metric alone."""
-    if config.loss.loss_type == "sft_loss":
-        return frozenset()
+    loss_type = config.loss.loss_type
+    is_policy = loss_type in ("policy_loss", "custom_loss")
+    has_values = loss_type == "custom_loss" and have(samples, "values")
     is_read = {
-        "advantages": True,
-        "rollout_log_probs": all(sample.rollout_log_probs is not None for sample in samples),
+        "rollout_log_probs": is_policy and have(samples, "rollout_log_probs"),
         "ref_log_probs": config.loss.use_kl_loss,
         "kept_ids": config.data.rollout_top_p < 1,
+        "values": loss_type == "value_loss" or has_values,
     }
     return frozenset(name for name, read in is_read.items() if read)
+
+
+def have(samples: Sequence[Sample], stream: str) -> bool:
+    """Whether every sample of the rollout has the optional stream."""
+    return all(getattr(sample, stream) is not None for sample in samples)
 
 
 def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunConfig) -> StepPlan:
@@ -134,6 +158,9 @@ def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunC
         torch.tensor([sample.num_trained_tokens for sample in chosen]),
         aggregation=config.aggregation.aggregation,
         count_masked_samples=config.aggregation.count_masked_samples,
+        rollout_index=torch.tensor([sample.rollout_index for sample in chosen]),
+        group_index=torch.tensor([sample.group_index for sample in chosen]),
+        constant=config.aggregation.loss_aggregation_constant,
     )
     dynamic = config.data.use_dynamic_batch_size
     plan = plan_micro_batches(

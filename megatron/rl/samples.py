@@ -23,6 +23,8 @@ class Sample:
     """The row's own number, unique in its file."""
     group_index: int
     """Samples of one prompt share it; unique over all files, so groups of two files never mix."""
+    rollout_index: int
+    """Samples of one rollout (the turns of a dialogue, for example) share it; likewise unique."""
     tokens: np.ndarray
     """Prompt and response ids, int64 [L]."""
     response_length: int
@@ -39,6 +41,8 @@ class Sample:
     """The rollout engine's log-probs at the rollout temperature, nats, float32 [R]."""
     ref_log_probs: np.ndarray | None = None
     """The reference model's log-probs, nats, float32 [R]."""
+    values: np.ndarray | None = None
+    """The critic's value before each response token, float32 [R]."""
     kept_ids: np.ndarray | None = None
     """Vocabulary ids top-p or top-k kept, all response tokens end to end, int64 [K]."""
     kept_offsets: np.ndarray | None = None
@@ -75,6 +79,7 @@ class RowRules:
     need_group: bool = False
     need_rollout_log_probs: bool = False
     need_ref_log_probs: bool = False
+    need_values: bool = False
     need_kept_ids: bool = False
     max_length: int | None = None
     """Most tokens a sample may have, prompt and response together (None: no limit)."""

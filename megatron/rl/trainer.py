@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from megatron.rl.batching import MicroBatch, build_micro_batch
 from megatron.rl.checkpoint import Checkpointer, Progress
+from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_log_probs_of
 from megatron.rl.config import RunConfig
 from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.report import console_line, step_scalars
-from megatron.rl.rollout import Rollout, StepPlan, plan_rollout
+from megatron.rl.rollout import Computed, Rollout, StepPlan, plan_rollout
 from megatron.rl.sources.files import FileSource
 from megatron.rl.step import StepResult, Trainee
 from megatron.rl.stopping import EXIT_OK, EXIT_SIGNAL, Stop, StopRequest
@@ -35,8 +35,8 @@ class Trainer:
         logger: shows it.
         total_steps: optimizer steps of the whole run.
         progress: where the run stands.
-        old_log_probs: of the rollout in training, by position in it: of this data-parallel rank's
-            samples, on the last pipeline stage; empty where current and old policy are the same.
+        old_log_probs: of the rollout in training, by position in it, as the checkpoint gives them;
+            empty where they are not known yet.
     """
 
     config: RunConfig
@@ -48,6 +48,7 @@ class Trainer:
     total_steps: int
     progress: Progress
     old_log_probs: Mapping[int, Tensor]
+    computed: Computed = field(init=False, default_factory=Computed)
     stop_request: StopRequest = field(init=False)
     first_step: int = field(init=False)
     saved_step: int = field(init=False)
@@ -84,7 +85,7 @@ class Trainer:
             samples = self.source.rollout(self.progress.rollout)
             rollout = plan_rollout(self.progress.rollout, samples, self.config)
             self._check_position(rollout)
-        seconds = self._prepare_old_log_probs(rollout)
+        seconds = self._prepare(rollout)
         for step in rollout.steps[self.progress.step_in_rollout :]:
             stop = self._agree(rollout, step)
             if stop or self.progress.step == self.total_steps:
@@ -102,59 +103,27 @@ class Trainer:
                 f"the checkpoint has taken {done} steps of rollout {rollout.number}, which has "
                 f"{len(rollout.steps)} here"
             )
-        missing = done and self._recomputes(rollout) and not self.old_log_probs
+        missing = done and needs_pass(rollout, self.config) and not self.old_log_probs
         if missing:
             raise StepError(
                 f"the checkpoint lies within rollout {rollout.number} and has no old log-probs "
                 "for it (saved with --use-rollout-logprobs); fix: go on with that flag"
             )
 
-    def _recomputes(self, rollout: Rollout) -> bool:
-        """Whether old log-probs come from a pass of their own.
+    def _prepare(self, rollout: Rollout) -> float:
+        """Old log-probs and advantages of the rollout; the seconds of the pass for the former.
 
-        Not where the engine's stand for them, and not where a rollout is one step: then the old
-        policy is the current one.
+        After a resume within a rollout the checkpoint has given the old log-probs.
         """
-        return (
-            self.config.loss.loss_type == "policy_loss"
-            and not self.config.loss.use_rollout_logprobs
-            and len(rollout.steps) > 1
-        )
-
-    def _prepare_old_log_probs(self, rollout: Rollout) -> float:
-        """The forward-only pass over the rollout, where it is needed; its seconds.
-
-        After a resume within a rollout the checkpoint has given them.
-        """
-        if not self._recomputes(rollout) or self.progress.step_in_rollout > 0:
-            return 0.0
-        start = time.perf_counter()
-        number = self.progress.step + 1
-        with phase("old log-probs", number, self.grid, f"of rollout {rollout.number}"):
-            packs = [
-                (step, pack)
-                for step in rollout.steps
-                for pack in step.micro_batches[self.grid.dp_rank]
-            ]
-            micro_batches = [self._micro_batch(rollout, *pack) for pack in packs]
-            log_probs = self.trainee.log_probs(micro_batches)
-        self.old_log_probs = {
-            position: values
-            for (_, pack), of_pack in zip(packs, log_probs, strict=bool(log_probs))
-            for position, values in zip(pack, of_pack, strict=True)
-        }
-        return time.perf_counter() - start
-
-    def _micro_batch(
-        self,
-        rollout: Rollout,
-        step: StepPlan,
-        pack: Sequence[int],
-        more_streams: Iterable[str] = (),
-    ) -> MicroBatch:
-        samples = [rollout.trained(step, p, self.old_log_probs.get(p)) for p in pack]
-        streams = rollout.streams.union(more_streams)
-        return build_micro_batch(samples, streams, self.config, self.grid)
+        start, number = time.perf_counter(), self.progress.step + 1
+        runs_pass = needs_pass(rollout, self.config) and self.progress.step_in_rollout == 0
+        if runs_pass:
+            with phase("old log-probs", number, self.grid, f"of rollout {rollout.number}"):
+                self.old_log_probs = old_log_probs_of(rollout, self.trainee)
+        seconds = time.perf_counter() - start
+        with phase("advantages", number, self.grid, f"of rollout {rollout.number}"):
+            self.computed = compute(rollout, self.old_log_probs, self.config, self.grid)
+        return seconds if runs_pass else 0.0
 
     def _agree(self, rollout: Rollout, step: StepPlan) -> Stop:
         """Compare the coming step over all ranks; the reason to stop, if any rank has one."""
@@ -176,10 +145,11 @@ class Trainer:
         number = self.progress.step + 1
         learning_rate = self.trainee.learning_rate
         packs = step.micro_batches[self.grid.dp_rank]
-        old = ("old_log_probs",) if self._recomputes(rollout) and self.grid.is_last_stage else ()
         indices = [rollout.samples[position].index for pack in packs for position in pack]
         with phase("training", number, self.grid, str(indices)):
-            micro_batches = [self._micro_batch(rollout, step, pack, old) for pack in packs]
+            micro_batches = [
+                micro_batch_of(rollout, step, pack, self.computed, self.trainee) for pack in packs
+            ]
             result = self.trainee.step(micro_batches)
         self._advance(rollout, step, result)
         seconds = time.perf_counter() - start
@@ -223,7 +193,7 @@ class Trainer:
             skipped_steps=before.skipped_steps + (not result.updated),
         )
         if ended:
-            self.old_log_probs = {}
+            self.old_log_probs, self.computed = {}, Computed()
 
     def _save_if_due(self) -> None:
         interval = self.config.checkpoint.save_interval

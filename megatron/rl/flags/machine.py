@@ -12,6 +12,7 @@ import torch
 from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.flags.rule import Violation
 from megatron.rl.sources.paths import expand_paths
+from slime_loss.custom import load_function
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver on Linux and in Windows' Linux."""
@@ -35,6 +36,7 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
         if flags[name] == "":
             spelling = f"--{name.replace('_', '-')}"
             yield _violation(spelling, "must name a directory", "''", f"leave {spelling} out")
+    yield from _custom_functions(flags)
     yield from _rollouts(flags["rollout_data"])
     yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
     pretrained = flags["pretrained_checkpoint"]
@@ -51,6 +53,24 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
 
 def _violation(flag: str, rule: str, given: object, fix: str) -> Violation:
     return Violation(flag, rule, str(given), fix, on_machine=True)
+
+
+def _custom_functions(flags: Mapping[str, Any]) -> Iterator[Violation]:
+    """Functions of the user's own must be found before anything is started."""
+    for name in ("custom_loss", "custom_advantage", "custom_tis"):
+        path = flags[f"{name}_function_path"]
+        try:
+            if path is not None:
+                load_function(path)
+        except ValueError as error:
+            rule, _, reason = str(error).removeprefix("path ").partition(": ")
+            yield _violation(
+                f"--{name.replace('_', '-')}-function-path",
+                rule,
+                reason,
+                "write the importable module, a colon, and the function; PYTHONPATH says where "
+                "modules are looked for",
+            )
 
 
 def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:

@@ -71,19 +71,6 @@ BATCHES = (
         "make it smaller, or --rollout-batch-size larger",
     ),
     Rule(
-        "n_samples_per_prompt",
-        lambda s: s.n_samples_per_prompt == 1 and s.loss_type == "policy_loss",
-        "must be > 1: --advantage-estimator {advantage_estimator} compares samples of one prompt, "
-        "and alone each has advantage 0",
-        "use rollouts with several samples per prompt, or --loss-type sft_loss",
-    ),
-    Rule(
-        "rollout_top_p",
-        lambda s: s.rollout_top_p < 1 and s.loss_type == "sft_loss",
-        "has no meaning in sft_loss",
-        "leave it out",
-    ),
-    Rule(
         "reward_key",
         lambda s: s.reward_key == "",
         "must not be empty",

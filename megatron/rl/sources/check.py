@@ -21,8 +21,8 @@ from megatron.rl.sources.files import RolloutFiles
 from megatron.rl.sources.formats import open_rows
 from megatron.rl.sources.index import (
     ROW_DTYPE,
-    number_groups,
     number_rows,
+    number_units,
     repeated_error,
     repeated_rows,
 )
@@ -95,7 +95,7 @@ def check_rollouts(
         bad.close(keep_aside=usable)
     return RolloutFiles(
         files,
-        number_groups(rows),
+        number_units(rows),
         rules,
         num_bad_rows=bad.num_rows,
         trust_pickle=options.trust_pickle,

@@ -102,13 +102,7 @@ class RolloutFiles:
         lengths = (len(row.tokens), row.response_length)
         if lengths != (entry["total_length"], entry["response_length"]):
             raise _changed(path, line, f"{lengths} tokens and response tokens")
-        return make_sample(
-            row,
-            index=int(entry["index"]),
-            group_index=int(entry["group"]),
-            reward=float(entry["reward"]),
-            origin=f"{path}:{line}",
-        )
+        return make_sample(row, entry, origin=f"{path}:{line}")
 
 
 class FileSource:

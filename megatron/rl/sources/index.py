@@ -18,6 +18,7 @@ ROW_DTYPE = np.dtype(
         ("line", np.int64),  # from 1, in its file
         ("index", np.int64),
         ("group", np.int64),  # dense over all files, in order of first appearance
+        ("rollout", np.int64),  # likewise
         ("total_length", np.int64),
         ("response_length", np.int64),
         ("num_trained_tokens", np.int64),
@@ -37,6 +38,7 @@ def entry_of(row: Row, rules: RowRules, *, file: int, place: int, line: int) -> 
         line,
         ABSENT if row.index is None else row.index,
         ABSENT if row.group_index is None else row.group_index,
+        ABSENT if row.rollout_index is None else row.rollout_index,
         len(row.tokens),
         row.response_length,
         num_trained_tokens_of(row),
@@ -72,14 +74,15 @@ def repeated_error(path: str, row: np.void, first_line: int) -> RowError:
     return RowError(path, int(row["line"]), "index", rule, str(row["index"]), FIXES["index"])
 
 
-def number_groups(rows: np.ndarray) -> np.ndarray:
-    """Number the groups of all files from 0; a row without one is a group of its own."""
-    absent = rows["group"] == ABSENT
-    alone = np.where(absent, np.arange(len(rows)), -1)
-    keys = np.stack([rows["file"], rows["group"], alone], axis=1)
-    _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
+def number_units(rows: np.ndarray) -> np.ndarray:
+    """Number groups and rollouts of all files from 0; a row without one is one of its own."""
     numbered = rows.copy()
-    numbered["group"] = rank[group.reshape(-1)]
+    for unit in ("group", "rollout"):
+        absent = rows[unit] == ABSENT
+        alone = np.where(absent, np.arange(len(rows)), -1)
+        keys = np.stack([rows["file"], rows[unit], alone], axis=1)
+        _, first, position = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        numbered[unit] = rank[position.reshape(-1)]
     return numbered

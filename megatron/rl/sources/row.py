@@ -23,7 +23,7 @@ INT64_MAX = 2**63 - 1
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 LogProb = Annotated[float, Meta(ge=-FLOAT32_MAX, le=LOG_PROB_SLACK)]
-Reward = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+Finite = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 MaskBit = Annotated[int, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)]
 Offset = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -40,10 +40,12 @@ class Row(msgspec.Struct):
     loss_mask: list[MaskBit | bool] | None = None
     rollout_log_probs: list[LogProb] | None = None
     ref_log_probs: list[LogProb] | None = None
+    values: list[Finite] | None = None
     rollout_top_p_token_ids: list[TokenId] | None = None
     rollout_top_p_token_offsets: list[Offset] | None = None
-    reward: Reward | bool | dict[str, Any] | None = None
+    reward: Finite | bool | dict[str, Any] | None = None
     group_index: Number | None = None
+    rollout_index: Number | None = None
     index: Number | None = None
     status: Literal["completed", "truncated", "aborted", "failed", "pending"] | None = None
     remove_sample: bool | None = None
@@ -63,10 +65,12 @@ FIXES = {
     "loss_mask": "give one 0 or 1 per response token, or leave it out",
     "rollout_log_probs": "give the engine's log-prob of each response token, in nats",
     "ref_log_probs": "give the reference model's log-prob of each response token, in nats",
+    "values": "give the critic's value before each response token",
     "rollout_top_p_token_ids": "give the kept ids of all response tokens, end to end",
     "rollout_top_p_token_offsets": "give response_length + 1 offsets into rollout_top_p_token_ids",
     "reward": "give a finite number, or a dict together with --reward-key",
     "group_index": "give the samples of one prompt the same number",
+    "rollout_index": "give the samples of one rollout the same number, or leave it out",
     "index": "give each row of a file its own number, or leave it out of all of them",
     "status": f"use one of {', '.join(STATUSES)}",
     "remove_sample": "use true or false",

@@ -1,6 +1,7 @@
 """The rules that span the fields of a row, and the way from a checked row to a `Sample`."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def check_row(row: Row, rules: RowRules) -> None:
     reward_of(row, rules)
     if rules.need_group and row.group_index is None:
         raise BrokenRuleError(
-            "group_index", "must be given: advantages compare a prompt's samples", None
+            "group_index", "must be given: this run takes a prompt's samples together", None
         )
 
 
@@ -54,21 +55,29 @@ def num_trained_tokens_of(row: Row) -> int:
     return row.response_length if row.loss_mask is None else sum(row.loss_mask)
 
 
-def make_sample(row: Row, *, index: int, group_index: int, reward: float, origin: str) -> Sample:
-    """A checked row as a sample; the numbers come from the index, which knows all files."""
+def make_sample(row: Row, entry: Mapping[str, Any], origin: str) -> Sample:
+    """A checked row as a sample; its numbers come from the index, which knows all files.
+
+    Args:
+        row: the row.
+        entry: index, group, rollout and reward of the row, as its record in the index has them.
+        origin: "file:line".
+    """
     length = row.response_length
     mask = np.ones(length, bool) if row.loss_mask is None else np.array(row.loss_mask, bool)
     return Sample(
-        index=index,
-        group_index=group_index,
+        index=int(entry["index"]),
+        group_index=int(entry["group"]),
+        rollout_index=int(entry["rollout"]),
         tokens=np.array(row.tokens, np.int64),
         response_length=length,
         loss_mask=np.zeros(length, bool) if row.remove_sample else mask,
-        reward=reward,
+        reward=float(entry["reward"]),
         status=row.status or "completed",
         origin=origin,
         rollout_log_probs=_array(row.rollout_log_probs, np.float32),
         ref_log_probs=_array(row.ref_log_probs, np.float32),
+        values=_array(row.values, np.float32),
         kept_ids=_array(row.rollout_top_p_token_ids, np.int64),
         kept_offsets=_array(row.rollout_top_p_token_offsets, np.int64),
         prompt=_text(row.prompt),
@@ -123,6 +132,7 @@ def _check_streams(row: Row, rules: RowRules) -> None:
         ("loss_mask", False),
         ("rollout_log_probs", rules.need_rollout_log_probs),
         ("ref_log_probs", rules.need_ref_log_probs),
+        ("values", rules.need_values),
     ):
         stream = getattr(row, name)
         if stream is None and needed:

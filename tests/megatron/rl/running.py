@@ -1,14 +1,16 @@
 """What test functions on real ranks share: a configuration in, a built trainee out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from megatron.rl import cpu_backend
 from megatron.rl.arguments import resolve
-from megatron.rl.batching import MicroBatch, build_micro_batch
+from megatron.rl.batching import MicroBatch
 from megatron.rl.build import (
     build_scheduler,
     build_trainee,
@@ -17,8 +19,9 @@ from megatron.rl.build import (
     make_source,
 )
 from megatron.rl.checkpoint import Checkpointer
+from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_log_probs_of
 from megatron.rl.initialize import World, process_grid
-from megatron.rl.rollout import Rollout, plan_rollout
+from megatron.rl.rollout import Computed, Rollout, plan_rollout
 from megatron.rl.step import Trainee
 
 
@@ -30,18 +33,22 @@ class Running:
     rollout: Rollout
     checkpointer: Checkpointer
 
-    def micro_batches(self, step: int = 0) -> list[MicroBatch]:
+    @cached_property
+    def computed(self) -> Computed:
+        """What the trainer computes before the first step."""
+        runs_pass = needs_pass(self.rollout, self.trainee.config)
+        return self.computed_from(old_log_probs_of(self.rollout, self.trainee) if runs_pass else {})
+
+    def computed_from(self, old_log_probs: Mapping[int, Tensor]) -> Computed:
+        """What the trainer computes from the old log-probs of a checkpoint."""
+        return compute(self.rollout, old_log_probs, self.trainee.config, self.trainee.grid)
+
+    def micro_batches(self, step: int = 0, computed: Computed | None = None) -> list[MicroBatch]:
         """This rank's micro-batches of a step of the first rollout."""
+        computed = computed or self.computed
         plan = self.rollout.steps[step]
-        return [
-            build_micro_batch(
-                [self.rollout.trained(plan, position) for position in pack],
-                self.rollout.streams,
-                self.trainee.config,
-                self.trainee.grid,
-            )
-            for pack in plan.micro_batches[self.trainee.grid.dp_rank]
-        ]
+        packs = plan.micro_batches[self.trainee.grid.dp_rank]
+        return [micro_batch_of(self.rollout, plan, pack, computed, self.trainee) for pack in packs]
 
 
 @contextmanager

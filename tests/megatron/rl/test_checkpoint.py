@@ -1,7 +1,7 @@
 """What is saved is what is loaded: bit for bit on the same ranks, to rounding on others."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,13 @@ from megatron.rl.checkpoint_files import (
     find_checkpoint,
     read_tracker,
 )
+from megatron.rl.rollout import Computed
 from tests.megatron.rl.running import Running, running
 from tests.megatron.rl.tiny import (
     MODEL_FLAGS,
     RUN_FLAGS,
     rollout_rows,
+    with_every_field,
     write_llama,
     write_qwen3,
     write_rollouts,
@@ -61,19 +63,27 @@ class Outcome:
     draw: float
     progress: Progress
     old: dict[int, list[float]]
+    advantages: dict[int, list[float]]
 
 
-def third_step(run: Running, progress: Progress, old: dict[int, torch.Tensor]) -> Outcome:
+def third_step(run: Running, progress: Progress, computed: Computed) -> Outcome:
     learning_rate = run.trainee.learning_rate
     draw = float(torch.rand(()))
-    result = run.trainee.step(run.micro_batches(2))
+    result = run.trainee.step(run.micro_batches(2, computed))
     return Outcome(
         {**result.metrics, "grad_norm": result.grad_norm},
         learning_rate,
         draw,
         progress,
-        {position: values.tolist() for position, values in old.items()},
+        {position: values.tolist() for position, values in computed.old_log_probs.items()},
+        {position: values.tolist() for position, values in computed.advantages.items()},
     )
+
+
+def with_everyones_old(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes, each with the old log-probs of all ranks, as a checkpoint has them."""
+    together = {position: old for outcome in outcomes for position, old in outcome.old.items()}
+    return [replace(outcome, old=together) for outcome in outcomes]
 
 
 def save_after_two(rank: int, argv: list[str]) -> Outcome:
@@ -84,22 +94,24 @@ def save_after_two(rank: int, argv: list[str]) -> Outcome:
             run.checkpointer.scheduler.step(increment=1)
         torch.rand(3)  # a generator that has moved since the start
         progress = Progress(step=2, rollout=0, step_in_rollout=2, consumed_samples=10)
-        old = {rank: torch.tensor([-1.5, -0.25 * rank])}
-        run.checkpointer.save(progress, old)
-        everyones = {r: torch.tensor([-1.5, -0.25 * r]) for r in (0, 1)}
-        return third_step(run, progress, everyones)
+        run.checkpointer.save(progress, run.computed.old_log_probs)
+        return third_step(run, progress, run.computed)
 
 
 def load_and_go_on(rank: int, argv: list[str]) -> Outcome:
     with running(rank, 2, argv) as run:
         restored = run.checkpointer.load()
         assert restored is not None
-        return third_step(run, restored.progress, dict(restored.old_log_probs))
+        if run.trainee.config.checkpoint.finetune:
+            assert not restored.old_log_probs
+        if not restored.old_log_probs:
+            return third_step(run, restored.progress, run.computed)
+        return third_step(run, restored.progress, run.computed_from(restored.old_log_probs))
 
 
 def start_anew(rank: int, argv: list[str]) -> Outcome:
     with running(rank, 2, argv) as run:
-        return third_step(run, Progress(), {})
+        return third_step(run, Progress(), run.computed)
 
 
 def refusal(rank: int, argv: list[str]) -> str:
@@ -143,7 +155,11 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "--micro-batch-size=2",
         "--lr-decay-style=cosine",
         f"--hf-checkpoint={write_qwen3(folder / 'hf')}",
-        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl')}",
+        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl', with_every_field())}",
+        "--advantage-estimator=reinforce_plus_plus",
+        "--kl-coef=0.1",
+        "--gamma=0.9",
+        "--normalize-advantages",
     ]
 
 
@@ -152,8 +168,9 @@ def test_the_same_ranks_go_on_bit_for_bit(
     two_ranks: World, flags: list[str], tmp_path: Path, name: str
 ) -> None:
     argv = [*flags, *LAYOUTS[name], f"--save={tmp_path}", f"--load={tmp_path}"]
-    expected = two_ranks.run(save_after_two, argv)
+    expected = with_everyones_old(two_ranks.run(save_after_two, argv))
     assert two_ranks.run(load_and_go_on, argv) == expected
+    assert any(outcome.advantages for outcome in expected)
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
@@ -161,7 +178,8 @@ def test_other_ranks_go_on_with_the_same_numbers(
     two_ranks: World, flags: list[str], tmp_path: Path, before: str, after: str
 ) -> None:
     places = [f"--save={tmp_path}", f"--load={tmp_path}"]
-    expected = two_ranks.run(save_after_two, [*flags, *LAYOUTS[before], *places])[0]
+    saved = two_ranks.run(save_after_two, [*flags, *LAYOUTS[before], *places])
+    expected = with_everyones_old(saved)[0]
     for got in two_ranks.run(load_and_go_on, [*flags, *LAYOUTS[after], *places]):
         assert got.progress == expected.progress
         assert got.old == expected.old
@@ -172,12 +190,13 @@ def test_other_ranks_go_on_with_the_same_numbers(
 
 
 def test_flags_decide_what_is_loaded(two_ranks: World, flags: list[str], tmp_path: Path) -> None:
+    # old log-probs that the weights do not change, so that the weights alone can be compared
+    flags = [*flags, "--use-rollout-logprobs"]
     argv = [*flags, f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     [expected, _] = two_ranks.run(save_after_two, argv)
     argv[-2] = f"--save={tmp_path}/other"
     [anew, _] = two_ranks.run(load_and_go_on, [*argv, "--finetune"])
     assert anew.progress == Progress()
-    assert anew.old == {}
     assert anew.learning_rate == 1e-3
     assert anew.metrics == expected.metrics
     [without_optimizer, _] = two_ranks.run(load_and_go_on, [*argv, "--no-load-optim"])
@@ -192,6 +211,7 @@ def test_flags_decide_what_is_loaded(two_ranks: World, flags: list[str], tmp_pat
 def test_a_pretrained_checkpoint_gives_the_weights_alone(
     two_ranks: World, flags: list[str], tmp_path: Path
 ) -> None:
+    flags = [*flags, "--use-rollout-logprobs"]
     [expected, _] = two_ranks.run(save_after_two, [*flags, f"--save={tmp_path}"])
     argv = [*flags, *LAYOUTS["pp2"], f"--pretrained-checkpoint={tmp_path}"]
     for got in two_ranks.run(start_anew, argv):

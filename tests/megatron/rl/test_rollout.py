@@ -13,9 +13,9 @@ from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, rollout_rows, write_r
 @pytest.mark.parametrize(
     ("flags", "streams"),
     [
-        ([], {"advantages", "rollout_log_probs"}),
-        (["--rollout-top-p=0.9"], {"advantages", "rollout_log_probs", "kept_ids"}),
-        (["--use-kl-loss"], {"advantages", "rollout_log_probs", "ref_log_probs"}),
+        ([], {"rollout_log_probs"}),
+        (["--rollout-top-p=0.9"], {"rollout_log_probs", "kept_ids"}),
+        (["--use-kl-loss"], {"rollout_log_probs", "ref_log_probs"}),
         (["--loss-type=sft_loss"], set()),
     ],
 )

@@ -10,6 +10,7 @@ def test_a_sample_knows_its_lengths() -> None:
     sample = Sample(
         index=3,
         group_index=1,
+        rollout_index=2,
         tokens=np.arange(7),
         response_length=4,
         loss_mask=np.array([True, False, True, True]),

@@ -81,6 +81,20 @@ def rollout_rows(num_groups: int = 4, group_size: int = 4, seed: int = 0) -> lis
     return rows
 
 
+def with_every_field(rows: list[dict] | None = None) -> list[dict]:
+    """The rows with reference log-probs, values and rollouts of two samples each as well."""
+    draw = random.Random(7)
+    return [
+        row
+        | {
+            "ref_log_probs": [min(x + draw.uniform(-1, 1), 0.0) for x in row["rollout_log_probs"]],
+            "values": [draw.uniform(-1, 1) for _ in row["rollout_log_probs"]],
+            "rollout_index": row["index"] // 2,
+        }
+        for row in rows or rollout_rows()
+    ]
+
+
 def write_rollouts(path: Path, rows: list[dict] | None = None) -> Path:
     """The rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows or rollout_rows()))

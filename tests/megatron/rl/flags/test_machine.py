@@ -21,6 +21,9 @@ def found(tmp_path: Path, *, has_driver: bool = False, **flags: object) -> list[
         "tensorboard_dir": None,
         "exit_on_missing_checkpoint": False,
         "pretrained_checkpoint": None,
+        "custom_loss_function_path": None,
+        "custom_advantage_function_path": None,
+        "custom_tis_function_path": None,
     }
     return list(machine_violations(defaults | flags, has_driver=has_driver))
 
@@ -49,6 +52,26 @@ def test_a_driver_is_a_device_file_and_a_build_for_it(
     assert cuda_driver_found()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not cuda_driver_found()
+
+
+@pytest.mark.parametrize("name", ["custom_loss", "custom_advantage", "custom_tis"])
+def test_functions_of_the_users_own_must_be_there(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    path = f"{name}_function_path"
+    assert found(tmp_path, **{path: "math:fsum"}) == []
+    for value, reason in (
+        ("no_such_module:function", "No module named 'no_such_module'"),
+        ("broken_module:function", "division by zero"),
+        ("math:no_such_function", "no_such_function"),
+    ):
+        (violation,) = found(tmp_path, **{path: value})
+        assert violation.flag == f"--{path.replace('_', '-')}"
+        assert value in violation.given
+        assert reason in violation.given
+        assert violation.on_machine
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "*.nothing", "empty_folder"])

@@ -54,7 +54,7 @@ def test_one_word_or_a_list() -> None:
         ("--optimizer muon", "--optimizer", "must be one of adam, sgd", "muon", "{adam,sgd}"),
         ("--lr-dekay-style x", "--lr-dekay-style", "is no flag", "x", "--lr-decay-style?"),
         ("--lr-dec 3", "--lr-dec", "is no flag", "3", "?"),
-        ("--gamma=0.9", "--gamma", "is no flag", "0.9", ""),
+        ("--discount=0.9", "--discount", "is no flag", "0.9", ""),
         ("--fp16", "--fp16", "is not offered (fp16 needs", "no value", "leave it out"),
         ("--mtp-num-layers 1", "--mtp-num-layers", "the RL head replaces", "1", "leave it out"),
         ("stray --lr 1", "stray", "is no flag", "no value", "--help"),

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.rl.arguments import resolve
 from megatron.rl.flags.generate import all_flags
+from megatron.rl.flags.loss_rules import LOSS_RULES
 from megatron.rl.flags.model_rules import MODEL_RULES
 from megatron.rl.flags.ranges import RANGES, out_of_range
 from megatron.rl.flags.rule import Rule
@@ -13,7 +15,11 @@ from megatron.rl.flags.run_rules import NOTES, REQUIRED, RUN_RULES
 from tests.megatron.rl.flags.command_line import resolved, small_run, violations
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 64 --disable-bias-linear"
+FUNCTION = "math:fsum"
+CUSTOM_LOSS = f"--custom-loss-function-path {FUNCTION}"
 ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2"
+
+ALL_RULES = (*RUN_RULES, *LOSS_RULES, *MODEL_RULES)
 
 # (flags, ranks, flag of the violation, part of its rule)
 BROKEN = [
@@ -35,6 +41,36 @@ BROKEN = [
     (f"{ROLLOUT} --global-batch-size 9", 1, "global_batch_size", "must not be more than"),
     ("--n-samples-per-prompt 1", 1, "n_samples_per_prompt", "must be > 1: --advantage-estimator"),
     ("--rollout-top-p 0.9 --loss-type sft_loss", 1, "rollout_top_p", "no meaning in sft_loss"),
+    *(
+        (f"--advantage-estimator {estimator} --policy-objective ppo", 1, "policy_objective", rule)
+        for estimator, rule in (("gspo", "must be gspo with"), ("cispo", "must be cispo with"))
+    ),
+    ("--kl-loss-type k3", 1, "kl_loss_type", "needs --use-kl-loss or --kl-coef"),
+    ("--value-clip 0.3", 1, "value_clip", "needs --loss-type value_loss"),
+    *(
+        (f"--loss-type sft_loss {option}", 1, name, "has no meaning in sft_loss: nothing is")
+        for option, name in (
+            ("--advantage-estimator rloo", "advantage_estimator"),
+            (f"--custom-advantage-function-path {FUNCTION}", "custom_advantage_function_path"),
+            ("--normalize-advantages", "normalize_advantages"),
+            ("--gamma 0.9", "gamma"),
+            ("--lambd 0.9", "lambd"),
+            ("--kl-coef 0.1", "kl_coef"),
+        )
+    ),
+    ("--loss-type value_loss", 1, "advantage_estimator", "must be ppo with --loss-type value_l"),
+    (
+        f"--loss-type value_loss --custom-advantage-function-path {FUNCTION}",
+        1,
+        "advantage_estimator",
+        "must be ppo with --loss-type value_loss",
+    ),
+    (
+        "--loss-type value_loss --advantage-estimator ppo --normalize-advantages",
+        1,
+        "normalize_advantages",
+        "has no meaning in value_loss",
+    ),
     ("--reward-key=", 1, "reward_key", "must not be empty"),
     ("--min-lr 1e-3", 1, "min_lr", "must not be above --lr 1e-06"),
     ("--decoupled-min-lr 1e-3", 1, "decoupled_min_lr", "must not be above --decoupled-lr None"),
@@ -244,12 +280,12 @@ def found_by(case: tuple, directory: Path) -> set[Rule]:
         spelling = all_flags()[rule.flag].spelling
         return any(v.flag == spelling and re.fullmatch(text, v.rule) for v in found)
 
-    return {rule for rule in (*RUN_RULES, *MODEL_RULES) if told(rule)}
+    return {rule for rule in ALL_RULES if told(rule)}
 
 
 def test_every_rule_has_a_case(tmp_path: Path) -> None:
     covered = set().union(*(found_by(case, tmp_path) for case in BROKEN))
-    missing = [rule for rule in (*RUN_RULES, *MODEL_RULES) if rule not in covered]
+    missing = [rule for rule in ALL_RULES if rule not in covered]
     assert [(rule.flag, rule.rule) for rule in missing] == []
 
 
@@ -317,3 +353,40 @@ def test_a_flag_without_effect_is_noted(tmp_path: Path, flags: str, ranks: int, 
 def test_every_note_has_a_case_and_a_plain_run_has_none(tmp_path: Path) -> None:
     assert len(WITHOUT_EFFECT) == len(NOTES)
     assert resolved(tmp_path).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "objective"),
+    [
+        ("--advantage-estimator gspo", "gspo"),
+        ("--advantage-estimator cispo", "cispo"),
+        ("--advantage-estimator gspo --policy-objective gspo", "gspo"),
+        ("--policy-objective gspo", "gspo"),
+        ("--advantage-estimator rloo", None),
+        (f"--advantage-estimator gspo --loss-type custom_loss {CUSTOM_LOSS}", None),
+    ],
+)
+def test_the_objective_follows_the_estimator(
+    tmp_path: Path, flags: str, objective: str | None
+) -> None:
+    config = resolved(tmp_path, flags)
+    assert config.loss.policy_objective == objective
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    again = resolve([f"--config={tmp_path}/again.yaml"], 1, has_driver=False)
+    assert again.loss == config.loss
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--advantage-estimator reinforce_plus_plus",
+        "--advantage-estimator ppo",
+        f"--custom-advantage-function-path {FUNCTION}",
+        "--loss-type sft_loss",
+        f"--loss-type custom_loss {CUSTOM_LOSS}",
+    ],
+)
+def test_one_sample_per_prompt_is_enough_where_none_are_compared(
+    tmp_path: Path, flags: str
+) -> None:
+    assert violations(small_run(tmp_path, f"--n-samples-per-prompt 1 {flags}")) == []

@@ -99,6 +99,13 @@ def test_rows_without_a_group_are_groups_of_their_own(make_row: MakeRow, write: 
     assert files.rows["group"].tolist() == [0, 1, 2, 1]
 
 
+def test_rollouts_are_numbered_as_groups_are(make_row: MakeRow, write: Write) -> None:
+    rows = [make_row(i, rollout_index=r) for i, r in enumerate([9, None, 9, 4])]
+    first, second = write(rows, "a.jsonl"), write([make_row(0, rollout_index=9)], "b.jsonl")
+    files = check_rollouts([first, second], RowRules())
+    assert [sample.rollout_index for sample in files.read(range(5))] == [0, 1, 0, 2, 3]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -36,7 +36,9 @@ def test_the_same_rows_give_the_same_samples(
         make_row(i, group_index=i // 3, tokens=[i % 50, 2, 3, 4], prompt=f"p{i}", reward=i / 8)
         for i in range(40)
     ]
-    rows[7]["loss_mask"] = rows[7]["rollout_log_probs"] = None
+    for row in rows:
+        row |= {"values": [0.5, float(row["index"])], "rollout_index": row["index"] // 2}
+    rows[7]["loss_mask"] = rows[7]["rollout_log_probs"] = rows[7]["values"] = None
     jsonl = check_rollouts([write(rows)], RULES)
     parquet = check_rollouts([write_parquet(rows, row_group_size=16)], RULES)
     for name in set(jsonl.rows.dtype.names) - {"place"}:
@@ -51,9 +53,11 @@ def test_the_same_rows_give_the_same_samples(
         )
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         np.testing.assert_array_equal(ours.loss_mask, theirs.loss_mask)
-        assert (ours.rollout_log_probs is None) == (theirs.rollout_log_probs is None)
-        if ours.rollout_log_probs is not None:
-            np.testing.assert_array_equal(ours.rollout_log_probs, theirs.rollout_log_probs)
+        for name in ("rollout_log_probs", "values"):
+            stream, expected = getattr(ours, name), getattr(theirs, name)
+            assert (stream is None) == (expected is None) == (ours.index == 7)
+            if stream is not None:
+                np.testing.assert_array_equal(stream, expected)
 
 
 def test_bad_rows_are_named_by_their_number(make_row: MakeRow, write_parquet: WriteParquet) -> None:

@@ -90,6 +90,16 @@ BAD_ROWS = {
         {"ref_log_probs": [-1, float("-inf")]},
         ("ref_log_probs[1]", "must be finite", "-inf"),
     ),
+    "values too short": (
+        {"values": [0.5]},
+        ("values", "must have one item per response token, response_length=2", "1 items"),
+    ),
+    "value is infinite": (
+        {"values": [0.5, float("inf")]},
+        ("values[1]", "must be finite", "inf"),
+    ),
+    "value is text": ({"values": ["0", 1]}, ("values[0]", "must be float, got str", "0")),
+    "rollout of text": ({"rollout_index": "a"}, ("rollout_index", "must be int, got str", "a")),
     "no reward": ({"reward": None}, ("reward", "must be given", "None")),
     "reward is infinite": ({"reward": float("inf")}, ("reward", "must be finite", "inf")),
     "reward is text": (
@@ -102,7 +112,7 @@ BAD_ROWS = {
     ),
     "no group": (
         {"group_index": None},
-        ("group_index", "must be given: advantages compare a prompt's samples", "None"),
+        ("group_index", "must be given: this run takes a prompt's samples together", "None"),
     ),
     "index beyond 64 bits": (
         {"index": 2**64},
@@ -195,6 +205,7 @@ def test_a_bad_line_is_named(case: str, make_row: MakeRow, write: Write) -> None
     [
         (RowRules(need_rollout_log_probs=True), "rollout_log_probs"),
         (RowRules(need_ref_log_probs=True), "ref_log_probs"),
+        (RowRules(need_values=True), "values"),
         (RowRules(need_kept_ids=True), "rollout_top_p_token_ids"),
         (RowRules(need_group=True), "group_index"),
         (RowRules(need_reward=True), "reward"),
@@ -229,7 +240,7 @@ def test_a_reward_key_must_lead_to_a_number(
 
 def test_what_is_allowed(make_row: MakeRow, write: Write) -> None:
     rows = [
-        make_row(0, loss_mask=[0, 0], reward=True, rollout_log_probs=[9e-5, 0]),
+        make_row(0, loss_mask=[0, 0], reward=True, rollout_log_probs=[9e-5, 0], values=[-7, 2.5]),
         make_row(1, loss_mask=[True, False], metadata={"index": 7}, extra=[None]),
         make_row(2, loss_mask=None, reward=-3, status=None, prompt=[{"role": "user"}]),
         make_row(3, remove_sample=True, label=7),
@@ -247,6 +258,8 @@ def test_what_is_allowed(make_row: MakeRow, write: Write) -> None:
         [False, False],
         [True],
     ]
+    assert samples[0].values.tolist() == [-7.0, 2.5]
+    assert samples[1].values is None
     assert samples[2].prompt == '[{"role": "user"}]'
     assert (samples[2].status, samples[3].label) == ("completed", "7")
     assert samples[4].tokens.tolist() == [1, 2, 3]

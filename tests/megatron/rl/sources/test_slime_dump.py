@@ -62,7 +62,14 @@ def errors_of(path: str, trust_pickle: bool = False) -> str:
 def test_a_dump_is_read_as_slime_trains_it(write_dump: WriteDump) -> None:
     samples = [
         sample_of(0),
-        sample_of(1, loss_mask=[0, 1], reward={"score": np.float32(0.25)}, status="completed"),
+        sample_of(
+            1,
+            loss_mask=[0, 1],
+            reward={"score": np.float32(0.25)},
+            status="completed",
+            values=torch.tensor([0.5, -2.0]),
+            rollout_index=np.int64(0),
+        ),
         sample_of(2, remove_sample=True, status="failed"),
         sample_of(
             3,
@@ -84,6 +91,7 @@ def test_a_dump_is_read_as_slime_trains_it(write_dump: WriteDump) -> None:
     assert (first.group_index, masked.group_index, removed.group_index) == (0, 0, 1)
     assert first.origin.endswith("rollout_0.pt:1")
     assert masked.loss_mask.tolist() == [False, True]
+    assert masked.values.tolist() == [0.5, -2.0]
     assert removed.loss_mask.tolist() == [False, False]
     assert last.tokens.tolist() == [1, 2, 3, 4]
     assert last.kept_ids.tolist() == [3, 4, 9]

@@ -1,0 +1,154 @@
+"""What is computed of a rollout before its first step: old log-probs, advantages, returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.rl.batching import MicroBatch, build_micro_batch
+from megatron.rl.config import RunConfig
+from megatron.rl.initialize import Grid
+from megatron.rl.rollout import Computed, Rollout, StepPlan, have
+from megatron.rl.step import Trainee
+from slime_loss import AdvantageInputs, approximate_kl, compute_advantages
+
+
+def old_is_engines(config: RunConfig) -> bool:
+    """Whether the engine's log-probs are the old policy's: by flag, or for a critic's rewards."""
+    is_critic = config.loss.loss_type == "value_loss"
+    return config.loss.use_rollout_logprobs or (is_critic and config.advantage.kl_coef > 0)
+
+
+def needs_pass(rollout: Rollout, config: RunConfig) -> bool:
+    """Whether old log-probs come from a forward pass of their own.
+
+    Not where the engine's stand for them, and not where a rollout is one step, unless its rewards
+    pay for the distance from the reference model: in one step the old policy is the current one.
+    """
+    return (
+        config.loss.loss_type in ("policy_loss", "custom_loss")
+        and not config.loss.use_rollout_logprobs
+        and (len(rollout.steps) > 1 or config.advantage.kl_coef > 0)
+    )
+
+
+def computed_streams(rollout: Rollout, config: RunConfig) -> frozenset[str]:
+    """The streams of TokenBatch that `Computed` gives, the same on every last stage."""
+    loss_type, advantage = config.loss.loss_type, config.advantage
+    gives_returns = advantage.advantage_estimator == "ppo" and not advantage.is_custom
+    is_given = {
+        "old_log_probs": needs_pass(rollout, config),
+        "advantages": loss_type in ("policy_loss", "custom_loss"),
+        "returns": loss_type != "sft_loss" and gives_returns,
+    }
+    return frozenset(name for name, given in is_given.items() if given)
+
+
+def micro_batch_of(
+    rollout: Rollout,
+    step: StepPlan,
+    pack: tuple[int, ...],
+    computed: Computed,
+    trainee: Trainee,
+) -> MicroBatch:
+    """One micro-batch of a step, with every stream that the loss reads on this rank."""
+    streams = rollout.streams
+    if trainee.grid.is_last_stage:
+        streams |= computed_streams(rollout, trainee.config)
+    samples = [rollout.trained(step, position, computed) for position in pack]
+    return build_micro_batch(samples, streams, trainee.config, trainee.grid)
+
+
+def old_log_probs_of(rollout: Rollout, trainee: Trainee) -> dict[int, Tensor]:
+    """The forward-only pass over the whole rollout, under the current weights.
+
+    Communicates over the pipeline, tensor- and context-parallel groups.
+    """
+    packs = rollout.packs(trainee.grid.dp_rank)
+    micro_batches = [
+        build_micro_batch(
+            [rollout.trained(step, position, Computed()) for position in pack],
+            rollout.streams & {"kept_ids"},
+            trainee.config,
+            trainee.grid,
+        )
+        for step, pack in packs
+    ]
+    log_probs = trainee.log_probs(micro_batches)
+    return {
+        position: values
+        for (_, pack), of_pack in zip(packs, log_probs, strict=bool(log_probs))
+        for position, values in zip(pack, of_pack, strict=True)
+    }
+
+
+def compute(
+    rollout: Rollout, old_log_probs: Mapping[int, Tensor], config: RunConfig, grid: Grid
+) -> Computed:
+    """Advantages and returns of this rank's samples, from old log-probs that are known.
+
+    The same inputs on the same ranks give the same bits, so a run that is resumed within a rollout
+    computes them again. Communicates over the data-parallel group, without context parallelism:
+    ranks that share a sample all know it whole.
+
+    Args:
+        rollout: every rank knows all of it.
+        old_log_probs: as `old_log_probs_of` gives them; needed where `needs_pass`.
+        config: the run.
+        grid: this rank.
+    """
+    if config.loss.loss_type == "sft_loss" or not grid.is_last_stage:
+        return Computed(old_log_probs)
+    own = [position for _, pack in rollout.packs(grid.dp_rank) for position in pack]
+    inputs = _inputs(rollout, own, old_log_probs, config, grid)
+    found = compute_advantages(inputs, config.advantage, group=grid.groups.dp)
+    returns = found.returns or []
+    return Computed(
+        old_log_probs,
+        dict(zip(own, found.advantages, strict=True)),
+        dict(zip(own, returns, strict=found.returns is not None)),
+    )
+
+
+def _inputs(
+    rollout: Rollout,
+    own: list[int],
+    old_log_probs: Mapping[int, Tensor],
+    config: RunConfig,
+    grid: Grid,
+) -> AdvantageInputs:
+    on_device = partial(torch.as_tensor, device=grid.device)
+    mine = [rollout.samples[position] for position in own]
+    values = None
+    if have(rollout.samples, "values"):
+        values = [on_device(sample.values) for sample in mine]
+    return AdvantageInputs(
+        rewards=on_device([sample.reward for sample in rollout.samples], dtype=torch.float32),
+        group_index=on_device([sample.group_index for sample in rollout.samples]),
+        own=on_device(own, dtype=torch.int64),
+        loss_mask=[on_device(sample.loss_mask) for sample in mine],
+        kl=_kl(rollout, own, old_log_probs, config, grid) if config.advantage.kl_coef > 0 else None,
+        values=values,
+    )
+
+
+def _kl(
+    rollout: Rollout,
+    own: list[int],
+    old_log_probs: Mapping[int, Tensor],
+    config: RunConfig,
+    grid: Grid,
+) -> list[Tensor]:
+    """The KL estimate of the old policy against the reference model, for each own sample."""
+    estimates = []
+    for position in own:
+        sample = rollout.samples[position]
+        old = sample.rollout_log_probs if old_is_engines(config) else old_log_probs[position]
+        old, reference = (
+            torch.as_tensor(stream, device=grid.device) for stream in (old, sample.ref_log_probs)
+        )
+        estimates.append(approximate_kl(old, reference, config.loss.kl_loss_type))
+    return estimates
