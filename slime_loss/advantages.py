@@ -218,8 +218,9 @@ def _whiten(
 
 def _custom_advantages(path: str, inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
     """What the function returns, as one stream per sample, 0 where a token does not train."""
-    found: object = load_function(path)(inputs, config)
-    rule = f"custom_advantage_function_path {path} must return"
+    field = "custom_advantage_function_path"
+    found: object = load_function(path, field)(inputs, config)
+    rule = f"{field} {path} must return"
     if isinstance(found, Tensor) and found.dim() == 1:
         found = list(found)
     if not isinstance(found, list | tuple) or len(found) != len(inputs.loss_mask):

@@ -1,33 +1,42 @@
-"""Functions of the user's own, named in a config as module:function."""
+"""Functions that a config names: found by module and name."""
 
+import importlib
 from collections.abc import Callable
-from importlib import import_module
+from typing import Any
 
 
-def load_function(path: str) -> Callable[..., object]:
+def load_function(path: str, field: str) -> Callable[..., Any]:
     """Import a function.
 
     Args:
-        path: module:function.
+        path: "module:function".
+        field: The config field that names it, for messages.
 
     Returns:
         The function.
 
     Raises:
-        ValueError: The path is of another form, the module cannot be imported, or it has no such
+        ValueError: The path has another form, the module cannot be imported, or it has no such
             function.
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"path must be module:function: path={path!r}")
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{field} must be module:function: {field}={path!r}")
     try:
-        module = import_module(module_name)
-    except Exception as error:  # a module may raise anything while it is imported
+        module = importlib.import_module(module_name)
+    except ImportError as error:
         raise ValueError(
-            f"path must name a module that can be imported: path={path!r} "
-            f"({type(error).__name__}: {error})"
+            f"{field} must name a module that can be imported (is its folder on PYTHONPATH?): "
+            f"{field}={path!r}, {type(error).__name__}: {error}"
         ) from error
-    function: object = getattr(module, name, None)
+    if not hasattr(module, name):
+        raise ValueError(
+            f"{field} must name a function of the module, which has no {name!r} "
+            f"(spelled as in {module.__file__}?): {field}={path!r}"
+        )
+    function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"path must name a function of its module: path={path!r}")
+        raise ValueError(
+            f"{field} must name a function, not a {type(function).__name__}: {field}={path!r}"
+        )
     return function

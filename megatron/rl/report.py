@@ -16,7 +16,11 @@ CONSOLE_LOSSES = ("loss", "pg_loss", "kl_loss", "entropy", "train_rollout_logpro
 
 
 def step_scalars(
-    result: StepResult, samples: Sequence[Sample], seconds: Mapping[str, float], grid: Grid
+    result: StepResult,
+    samples: Sequence[Sample],
+    seconds: Mapping[str, float],
+    num_bad_rows: int,
+    grid: Grid,
 ) -> dict[str, float]:
     """Everything but the console line's own numbers.
 
@@ -24,6 +28,7 @@ def step_scalars(
         result: what the step did.
         samples: the step's samples, of all ranks.
         seconds: wall time by phase, `train_time` among them.
+        num_bad_rows: rows of the rollout files that --bad-rows skip left out.
         grid: this rank.
 
     Returns:
@@ -36,6 +41,7 @@ def step_scalars(
     return {
         **{f"train/{name}": value for name, value in result.metrics.items()},
         **{f"rollout/{name}": value for name, value in rollout_scalars(samples)},
+        "rollout/dropped_samples": num_bad_rows,
         **{f"perf/{name}": value for name, value in perf.items()},
         **memory_scalars(grid.device),
     }

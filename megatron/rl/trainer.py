@@ -157,7 +157,7 @@ class Trainer:
         times = {"train_time": seconds, "log_probs_time": log_probs_seconds}
         self.logger.log_step(
             number,
-            step_scalars(result, samples, times, self.grid),
+            step_scalars(result, samples, times, self.source.files.num_bad_rows, self.grid),
             console=console_line(
                 result,
                 samples,

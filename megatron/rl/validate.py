@@ -24,10 +24,12 @@ print what they hold, or every error with its file and line. A row has these fie
   loss_mask          one 0 or 1 per response token; absent = all 1
   rollout_log_probs  the engine's log-prob of each response token
   ref_log_probs      the reference model's
+  values             a critic's value before each response token
   rollout_top_p_token_ids, rollout_top_p_token_offsets
                      the ids top-p kept, end to end, and response_length + 1 offsets into them
   reward             a number, or a dict and --reward-key
   group_index        samples of one prompt share it
+  rollout_index      samples of one rollout share it; absent = each its own
   index              unique in its file; absent in all rows = the row's position
   status             completed, truncated, aborted (slime also: failed, pending)
   remove_sample      true trains no token of it

@@ -58,18 +58,20 @@ def _violation(flag: str, rule: str, given: object, fix: str) -> Violation:
 def _custom_functions(flags: Mapping[str, Any]) -> Iterator[Violation]:
     """Functions of the user's own must be found before anything is started."""
     for name in ("custom_loss", "custom_advantage", "custom_tis"):
-        path = flags[f"{name}_function_path"]
+        field = f"{name}_function_path"
         try:
-            if path is not None:
-                load_function(path)
-        except ValueError as error:
-            rule, _, reason = str(error).removeprefix("path ").partition(": ")
+            if flags[field] is not None:
+                load_function(flags[field], field)
+        except Exception as error:  # a module may raise anything while it is imported
+            rule, known, given = str(error).removeprefix(f"{field} ").partition(f": {field}=")
+            if not known:
+                rule = "must name a module that can be imported"
+                given = f"{flags[field]!r}, {type(error).__name__}: {error}"
             yield _violation(
-                f"--{name.replace('_', '-')}-function-path",
+                f"--{field.replace('_', '-')}",
                 rule,
-                reason,
-                "write the importable module, a colon, and the function; PYTHONPATH says where "
-                "modules are looked for",
+                given,
+                "write module:function; python must find the module (PYTHONPATH)",
             )
 
 

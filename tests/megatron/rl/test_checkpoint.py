@@ -245,14 +245,14 @@ def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path
         assert "qk_layernorm: checkpoint True, this run False" in message
         assert "untie_embeddings_and_output_weights: checkpoint True, this run False" in message
 
-    rows = write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows(seed=5))
+    rows = write_rollouts(tmp_path / "rollouts.jsonl", with_every_field(rollout_rows(seed=5)))
     other = [f if not f.startswith("--rollout-data") else f"--rollout-data={rows}" for f in flags]
     for message in two_ranks.run(refusal, [*other, "--global-batch-size=4", *places]):
         assert "rollouts: checkpoint " in message
         assert "global_batch_size: checkpoint 5, this run 4" in message
         assert "--finetune" in message
 
-    changed = rollout_rows()
+    changed = with_every_field()
     changed[3]["tokens"][-1] ^= 1
     rows = write_rollouts(tmp_path / "changed.jsonl", changed)
     other = [f if not f.startswith("--rollout-data") else f"--rollout-data={rows}" for f in flags]

@@ -62,14 +62,16 @@ def test_functions_of_the_users_own_must_be_there(
     (tmp_path / "broken_module.py").write_text("1 / 0")
     path = f"{name}_function_path"
     assert found(tmp_path, **{path: "math:fsum"}) == []
-    for value, reason in (
-        ("no_such_module:function", "No module named 'no_such_module'"),
-        ("broken_module:function", "division by zero"),
-        ("math:no_such_function", "no_such_function"),
+    for value, rule, reason in (
+        ("no_such_module:function", "a module that can", "No module named 'no_such_module'"),
+        ("broken_module:function", "a module that can", "ZeroDivisionError: division by zero"),
+        ("os:no_such_function", "which has no 'no_such_function'", ""),
+        ("os:name", "a function, not a str", ""),
     ):
         (violation,) = found(tmp_path, **{path: value})
         assert violation.flag == f"--{path.replace('_', '-')}"
         assert value in violation.given
+        assert rule in violation.rule
         assert reason in violation.given
         assert violation.on_machine
 
