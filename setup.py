@@ -42,6 +42,7 @@ EXTRAS = {
         "transformers>=5.24",  # with mbridge and its einops the oracle of megatron.rl.hf
         "mbridge>=0.15.1,<0.16",
         "einops>=0.8",
+        'triton>=3.7; platform_system == "Linux"',  # interprets slime_loss.kernels on the CPU
     ],
 }
 
