@@ -65,11 +65,11 @@ ALONE = Place()
 
 
 def real_place(topology: Topology, rank: int) -> Place:
-    """The place of a real rank, whose process group of all has topology.num_ranks."""
-    groups = {
-        name: dist.new_group(list(members), use_local_synchronization=True)
-        if len(members := topology.members(name, rank)) > 1
-        else None
-        for name in ("tp", "cp")
-    }
-    return Place(topology, rank, tp_group=groups["tp"], cp_group=groups["cp"])
+    """The place of a real rank; every rank of the process group of all must ask for its own."""
+    own: dict[str, dist.ProcessGroup | None] = {}
+    for name in ("tp", "cp"):
+        for members in sorted({topology.members(name, one) for one in range(topology.num_ranks)}):
+            group = dist.new_group(list(members)) if len(members) > 1 else None
+            if rank in members:
+                own[name] = group
+    return Place(topology, rank, tp_group=own["tp"], cp_group=own["cp"])
