@@ -33,7 +33,6 @@ class SequenceLayout(ABC):
         cp_rank: The rank this layout is of.
         cp_size: Number of ranks that share the pack.
         pad_to_multiple_of: The local number of rows is a multiple of this.
-        token_index: [num_rows] int64, the pack row of each local row; -1 at padding rows.
     """
 
     def __init__(
@@ -49,7 +48,16 @@ class SequenceLayout(ABC):
         self.cp_size = cp_size
         self.pad_to_multiple_of = pad_to_multiple_of
         self._check()
-        self.token_index: Int64[Tensor, " rows"] = self.rank_token_index(cp_rank)
+
+    @cached_property
+    def token_index(self) -> Int64[Tensor, " rows"]:
+        """[num_rows] int64, the pack row of each local row; -1 at padding rows."""
+        return self.rank_token_index(self.cp_rank)
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Local rows T_local, the same on every rank; known from the lengths alone."""
 
     @abstractmethod
     def rank_token_index(self, cp_rank: int) -> Int64[Tensor, " rows"]:
@@ -59,11 +67,6 @@ class SequenceLayout(ABC):
     @abstractmethod
     def cu_seqlens(self) -> Int32[Tensor, " samples_plus_one"]:
         """[num_samples + 1], where each sample starts and the last one ends, for attention."""
-
-    @property
-    def num_rows(self) -> int:
-        """Local rows T_local, the same on every rank."""
-        return self.token_index.shape[0]
 
     @property
     def pack_rows(self) -> int:
@@ -175,10 +178,14 @@ class ContiguousLayout(SequenceLayout):
     the rows of the whole pack, without padding.
     """
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of a slice."""
+        return self._padded_up(-(-self.pack_rows // self.cp_size))
+
     def rank_token_index(self, cp_rank: int) -> Int64[Tensor, " rows"]:
         """The slice's pack rows, then -1 behind the pack's end."""
-        num_rows = self._padded_up(-(-self.pack_rows // self.cp_size))
-        rows = torch.arange(cp_rank * num_rows, (cp_rank + 1) * num_rows)
+        rows = torch.arange(cp_rank * self.num_rows, (cp_rank + 1) * self.num_rows)
         return torch.where(rows < self.pack_rows, rows, PADDING_ROW)
 
     @property
@@ -194,6 +201,11 @@ class ZigzagLayout(SequenceLayout):
     counts the rows of all ranks, each sample with its own padding, as ring attention expects.
     """
 
+    @property
+    def num_rows(self) -> int:
+        """Two chunks of every sample, then padding."""
+        return self._padded_up(sum(self._padded_lengths) // self.cp_size)
+
     def rank_token_index(self, cp_rank: int) -> Int64[Tensor, " rows"]:
         """The two chunks of every sample, sample after sample, then padding."""
         index = [torch.empty(0, dtype=torch.int64)]
@@ -204,7 +216,7 @@ class ZigzagLayout(SequenceLayout):
             index.append(torch.where(positions < length, start + positions, PADDING_ROW))
             start += length
         rows = torch.cat(index)
-        padding = self._padded_up(rows.shape[0]) - rows.shape[0]
+        padding = self.num_rows - rows.shape[0]
         return torch.cat([rows, torch.full((padding,), PADDING_ROW)])
 
     @property
@@ -237,6 +249,11 @@ class PaddedLayout(SequenceLayout):
     def seq_length(self) -> int:
         """The length every sample is padded to, a multiple of pad_to_multiple_of."""
         return self._padded_up(max(self.total_lengths, default=0))
+
+    @property
+    def num_rows(self) -> int:
+        """Samples times the length they are padded to."""
+        return self.batch_size * self.seq_length
 
     def rank_token_index(self, cp_rank: int) -> Int64[Tensor, " rows"]:  # noqa: ARG002
         """Token 0 of every sample, then token 1 of every sample, and so on."""
