@@ -1,24 +1,43 @@
 """Samples into micro-batches: within a token budget or by count, balanced, as many on every rank.
 
 Every rank computes the same plan from the same lengths, so none waits for a micro-batch that
-another does not have. The longest first into the emptiest pack is Graham's LPT rule
-(SIAM J. Appl. Math. 17, 1969).
+another does not have. The dearest sample first to the cheapest rank is Graham's LPT rule
+(SIAM J. Appl. Math. 17, 1969), here with packs that may be full.
 """
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 NUM_SHOWN = 10
 
 Pack = list[int]
 """Positions of the samples of one micro-batch, ascending; may be empty."""
+Rooms = list[tuple[int, int]]
+"""(room left, pack) of a rank's packs, ascending."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How well a plan fills micro-batches and evens out ranks.
+
+    Args:
+        micro_batches: of every rank.
+        rank_imbalance: cost of the dearest rank / mean cost of a rank; 1 is even.
+        fill: tokens / tokens that the micro-batches could hold; None without a token budget.
+    """
+
+    micro_batches: int
+    rank_imbalance: float
+    fill: float | None
 
 
 def plan_micro_batches(
     lengths: Sequence[int],
     *,
     dp_size: int,
+    costs: Sequence[int] | None = None,
     max_tokens: int | None = None,
     micro_batch_size: int | None = None,
     multiple_of: int = 1,
@@ -28,26 +47,59 @@ def plan_micro_batches(
     Args:
         lengths: Tokens of each sample, prompt and response, [N].
         dp_size: Data-parallel ranks.
+        costs: What each sample costs, [N] whole numbers that rise with its length; by default
+            its length.
         max_tokens: Most tokens of a micro-batch; give this or `micro_batch_size`.
         micro_batch_size: Most samples of a micro-batch.
         multiple_of: The number of micro-batches is a multiple of it (interleaved pipelines).
 
     Returns:
-        plan[rank][micro_batch] = positions in `lengths`, the largest micro-batches first. Every
-        position is there once, every rank has as many micro-batches, some may be empty.
+        plan[rank][micro_batch] = positions in `lengths`, the dearest micro-batches first. Every
+        position is there once, every rank has as many micro-batches, some may be empty. There are
+        no more micro-batches than best-fit decreasing needs.
 
     Raises:
         ValueError: A sample alone exceeds `max_tokens`, or an argument makes no sense.
     """
     lengths = [int(length) for length in lengths]
-    _check_arguments(lengths, dp_size, max_tokens, micro_batch_size, multiple_of)
-    round_size = dp_size * multiple_of
-    if max_tokens is not None:
-        packs = _packs_by_tokens(lengths, max_tokens, round_size)
-    else:
-        num_packs = _round_up(-(-len(lengths) // micro_batch_size), round_size)
-        packs = _spread(lengths, num_packs, max_samples=micro_batch_size)
-    return _deal(packs, lengths, dp_size)
+    costs = lengths if costs is None else [int(cost) for cost in costs]
+    _check_arguments(lengths, costs, dp_size, max_tokens, micro_batch_size, multiple_of)
+    capacity = micro_batch_size if max_tokens is None else max_tokens
+    sizes = [1] * len(lengths) if max_tokens is None else lengths
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -costs[i], i))
+    tight = _best_fit(order, sizes, capacity)
+    packs_per_rank = -(-max(1, len(tight)) // (dp_size * multiple_of)) * multiple_of
+    for choose in (_roomiest, _tightest):
+        rooms = [[(capacity, pack) for pack in range(packs_per_rank)] for _ in range(dp_size)]
+        plan = _level(order, sizes, costs, rooms, choose)
+        if plan is not None:
+            return _in_order(plan, costs)
+    empty = [[] for _ in range(packs_per_rank * dp_size - len(tight))]
+    return _in_order(_deal(tight + empty, costs, dp_size), costs)
+
+
+def balance_of(
+    plan: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    max_tokens: int | None = None,
+) -> Balance:
+    """Measure a plan.
+
+    Args:
+        plan: plan[rank][micro_batch] = positions in `lengths`.
+        lengths: Tokens of each sample, [N].
+        costs: What each sample costs, [N].
+        max_tokens: Most tokens of a micro-batch.
+    """
+    ranks = [sum(_total(pack, costs) for pack in rank) for rank in plan]
+    room = len(plan) * len(plan[0]) * max_tokens if max_tokens else None
+    tokens = sum(_total(pack, lengths) for rank in plan for pack in rank)
+    return Balance(
+        micro_batches=len(plan[0]),
+        rank_imbalance=max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0,
+        fill=tokens / room if room else None,
+    )
 
 
 def steps_of(num_samples: int, global_batch_size: int) -> list[list[int]]:
@@ -66,75 +118,93 @@ def steps_of(num_samples: int, global_batch_size: int) -> list[list[int]]:
     return [list(range(i, min(i + global_batch_size, num_samples))) for i in starts]
 
 
-def _packs_by_tokens(lengths: Sequence[int], max_tokens: int, round_size: int) -> list[Pack]:
-    """As few packs as best-fit needs, evenly filled where that fits the budget too."""
-    tight = _best_fit(lengths, max_tokens)
-    num_packs = _round_up(len(tight), round_size)
-    even = _spread(lengths, num_packs)
-    if max((_tokens(pack, lengths) for pack in even), default=0) <= max_tokens:
-        return even
-    return tight + [[] for _ in range(num_packs - len(tight))]
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
-
-
-def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[Pack]:
+def _best_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[Pack]:
     """Best-fit decreasing: each sample into the fullest pack that still holds it."""
     packs: list[Pack] = []
-    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
-    for position in _longest_first(lengths):
-        length = lengths[position]
-        found = bisect_left(room, (length, 0))
-        if found < len(room):
-            left, pack = room.pop(found)
+    rooms: Rooms = []
+    for position in order:
+        size = sizes[position]
+        found = bisect_left(rooms, (size, 0))
+        if found < len(rooms):
+            left, pack = rooms.pop(found)
         else:
-            left, pack = max_tokens, len(packs)
+            left, pack = capacity, len(packs)
             packs.append([])
         packs[pack].append(position)
-        insort(room, (left - length, pack))
+        insort(rooms, (left - size, pack))
     return packs
 
 
-def _spread(lengths: Sequence[int], num_packs: int, max_samples: int | None = None) -> list[Pack]:
-    """Each sample, longest first, into the pack with the fewest tokens that is not full."""
-    packs: list[Pack] = [[] for _ in range(num_packs)]
-    loads = [(0, pack) for pack in range(num_packs)]
-    for position in _longest_first(lengths):
-        load, pack = loads[0]
-        packs[pack].append(position)
-        if len(packs[pack]) == max_samples:
-            heapq.heappop(loads)
-        else:
-            heapq.heapreplace(loads, (load + lengths[position], pack))
-    return packs
+def _roomiest(rooms: Rooms, _size: int) -> int:
+    """Fills the packs of a rank evenly."""
+    return len(rooms) - 1
 
 
-def _deal(packs: list[Pack], lengths: Sequence[int], dp_size: int) -> list[list[Pack]]:
-    """Packs of similar size to the same micro-batch; in each, the largest to the lightest rank."""
-    cost = [_tokens(pack, lengths) for pack in packs]
-    by_cost = sorted(range(len(packs)), key=lambda pack: (-cost[pack], pack))
-    plan: list[list[Pack]] = [[] for _ in range(dp_size)]
-    totals = [0] * dp_size
-    for first in range(0, len(packs), dp_size):
-        ranks = sorted(range(dp_size), key=lambda rank: (totals[rank], rank))
-        for rank, pack in zip(ranks, by_cost[first : first + dp_size], strict=True):
-            plan[rank].append(sorted(packs[pack]))
-            totals[rank] += cost[pack]
+def _tightest(rooms: Rooms, size: int) -> int:
+    """Keeps large rooms for large samples: needed where packs must be filled to the brim."""
+    return bisect_left(rooms, (size, 0))
+
+
+def _level(
+    order: Sequence[int],
+    sizes: Sequence[int],
+    costs: Sequence[int],
+    rooms: list[Rooms],
+    choose: Callable[[Rooms, int], int],
+) -> list[list[Pack]] | None:
+    """Each sample to the cheapest rank that has room for it, there into the pack `choose` says.
+
+    Returns:
+        plan[rank][pack], or None where some sample finds no room.
+    """
+    plan: list[list[Pack]] = [[[] for _ in of_rank] for of_rank in rooms]
+    open_ranks = [(0, rank) for rank in range(len(rooms))]
+    closed: list[tuple[int, int, int]] = []  # (-largest room, load, rank): too full for now
+    for position in order:
+        size = sizes[position]
+        while closed and -closed[0][0] >= size:
+            heapq.heappush(open_ranks, heapq.heappop(closed)[1:])
+        while open_ranks and rooms[open_ranks[0][1]][-1][0] < size:
+            load, rank = heapq.heappop(open_ranks)
+            heapq.heappush(closed, (-rooms[rank][-1][0], load, rank))
+        if not open_ranks:
+            return None
+        load, rank = open_ranks[0]
+        left, pack = rooms[rank].pop(choose(rooms[rank], size))
+        plan[rank][pack].append(position)
+        insort(rooms[rank], (left - size, pack))
+        heapq.heapreplace(open_ranks, (load + costs[position], rank))
     return plan
 
 
-def _tokens(pack: Pack, lengths: Sequence[int]) -> int:
-    return sum(lengths[position] for position in pack)
+def _deal(packs: Sequence[Pack], costs: Sequence[int], dp_size: int) -> list[list[Pack]]:
+    """Packs of similar cost to the same micro-batch; in each, the dearest to the cheapest rank."""
+    by_cost = sorted(packs, key=lambda pack: -_total(pack, costs))
+    plan: list[list[Pack]] = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
+    for first in range(0, len(by_cost), dp_size):
+        ranks = sorted(range(dp_size), key=lambda rank: (loads[rank], rank))
+        for rank, pack in zip(ranks, by_cost[first : first + dp_size], strict=True):
+            plan[rank].append(pack)
+            loads[rank] += _total(pack, costs)
+    return plan
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return max(1, -(-number // multiple)) * multiple
+def _in_order(plan: list[list[Pack]], costs: Sequence[int]) -> list[list[Pack]]:
+    """Samples ascending, dearest micro-batch first: ranks run similar ones at the same time."""
+    return [
+        sorted((sorted(pack) for pack in rank), key=lambda pack: (-_total(pack, costs), pack))
+        for rank in plan
+    ]
+
+
+def _total(pack: Sequence[int], values: Sequence[int]) -> int:
+    return sum(values[position] for position in pack)
 
 
 def _check_arguments(
     lengths: Sequence[int],
+    costs: Sequence[int],
     dp_size: int,
     max_tokens: int | None,
     micro_batch_size: int | None,
@@ -144,6 +214,10 @@ def _check_arguments(
         raise ValueError(
             f"one of max_tokens and micro_batch_size must be given: {max_tokens=}, "
             f"{micro_batch_size=}"
+        )
+    if len(costs) != len(lengths):
+        raise ValueError(
+            f"costs must be one a sample: len(costs)={len(costs)}, len(lengths)={len(lengths)}"
         )
     sizes = {"dp_size": dp_size, "max_tokens": max_tokens, "micro_batch_size": micro_batch_size}
     for name, value in {**sizes, "multiple_of": multiple_of}.items():

@@ -7,8 +7,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron.rl.batching import layout_of
+from megatron.rl.config import RunConfig
+from megatron.rl.cost import sample_costs
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import ConsoleLine, memory_scalars
+from megatron.rl.packing import balance_of
+from megatron.rl.rollout import Rollout, StepPlan
 from megatron.rl.samples import Sample
 from megatron.rl.step import StepResult
 
@@ -45,6 +50,29 @@ def step_scalars(
         **{f"perf/{name}": value for name, value in perf.items()},
         **memory_scalars(grid.device),
     }
+
+
+def packing_scalars(
+    rollout: Rollout, step: StepPlan, config: RunConfig, grid: Grid
+) -> dict[str, float]:
+    """How evenly the step is dealt to ranks, and how much of what they compute is no token.
+
+    Returns:
+        `perf/micro_batches`, `perf/rank_imbalance`, `perf/padding_share`, and with a token budget
+        `perf/packing_fill`.
+    """
+    lengths = [sample.total_length for sample in rollout.samples]
+    balance = balance_of(
+        step.micro_batches, lengths, sample_costs(lengths, config), config.layout.tokens_per_pack
+    )
+    packs = [[lengths[i] for i in pack] for rank in step.micro_batches for pack in rank]
+    rows = sum(layout_of(pack, config, grid).num_rows * grid.cp_size for pack in packs)
+    scalars = {
+        "perf/micro_batches": balance.micro_batches,
+        "perf/rank_imbalance": balance.rank_imbalance,
+        "perf/padding_share": 1 - sum(map(sum, packs)) / rows,
+    }
+    return scalars if balance.fill is None else {**scalars, "perf/packing_fill": balance.fill}
 
 
 def rollout_scalars(samples: Sequence[Sample]) -> Iterator[tuple[str, float]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.rl.batching import TrainedSample
 from megatron.rl.config import DataConfig, RunConfig
+from megatron.rl.cost import sample_costs
 from megatron.rl.packing import plan_micro_batches, steps_of
 from megatron.rl.samples import Sample
 from slime_loss import sample_weights
@@ -163,9 +164,11 @@ def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunC
         constant=config.aggregation.loss_aggregation_constant,
     )
     dynamic = config.data.use_dynamic_batch_size
+    lengths = [sample.total_length for sample in chosen]
     plan = plan_micro_batches(
-        [sample.total_length for sample in chosen],
+        lengths,
         dp_size=config.layout.data_parallel,
+        costs=sample_costs(lengths, config),
         max_tokens=config.layout.tokens_per_pack if dynamic else None,
         micro_batch_size=None if dynamic else config.data.micro_batch_size,
         multiple_of=config.layout.micro_batch_multiple,

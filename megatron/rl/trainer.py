@@ -15,7 +15,7 @@ from megatron.rl.config import RunConfig
 from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
-from megatron.rl.report import console_line, step_scalars
+from megatron.rl.report import console_line, packing_scalars, step_scalars
 from megatron.rl.rollout import Computed, Rollout, StepPlan, plan_rollout
 from megatron.rl.sources.files import FileSource
 from megatron.rl.step import StepResult, Trainee
@@ -157,7 +157,10 @@ class Trainer:
         times = {"train_time": seconds, "log_probs_time": log_probs_seconds}
         self.logger.log_step(
             number,
-            step_scalars(result, samples, times, self.source.files.num_bad_rows, self.grid),
+            {
+                **step_scalars(result, samples, times, self.source.files.num_bad_rows, self.grid),
+                **packing_scalars(rollout, step, self.config, self.grid),
+            },
             console=console_line(
                 result,
                 samples,

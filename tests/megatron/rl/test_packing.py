@@ -1,13 +1,18 @@
 import re
-import time
 from itertools import combinations_with_replacement
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.rl.packing import Pack, plan_micro_batches, steps_of
+from benchmarks import packing as benchmark
+from megatron.rl.packing import Balance, Pack, balance_of, plan_micro_batches, steps_of
+
+
+def costs_of(lengths: list[int], even_length: int = 20) -> list[int]:
+    return [length * (even_length + length) for length in lengths]
 
 
 def tokens_of(pack: Pack, lengths: list[int]) -> int:
@@ -61,16 +66,22 @@ def test_packs_that_only_just_fit_are_found() -> None:
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=40),
-    dp_size=st.integers(1, 5),
+    dp_size=st.integers(1, 50),
     multiple_of=st.integers(1, 3),
     max_tokens=st.integers(60, 200),
+    even_length=st.integers(0, 1000),
 )
 def test_a_plan_by_tokens_keeps_its_promises(
-    lengths: list[int], dp_size: int, multiple_of: int, max_tokens: int
+    lengths: list[int], dp_size: int, multiple_of: int, max_tokens: int, even_length: int
 ) -> None:
-    plan = plan_micro_batches(
-        lengths, dp_size=dp_size, max_tokens=max_tokens, multiple_of=multiple_of
-    )
+    """More samples than ranks and fewer, none at all, attention dear and cheap."""
+    arguments = {
+        "dp_size": dp_size,
+        "costs": costs_of(lengths, even_length),
+        "max_tokens": max_tokens,
+        "multiple_of": multiple_of,
+    }
+    plan = plan_micro_batches(lengths, **arguments)
     packs = [pack for rank in plan for pack in rank]
     assert sorted(position for pack in packs for position in pack) == list(range(len(lengths)))
     assert len(plan) == dp_size
@@ -82,6 +93,7 @@ def test_a_plan_by_tokens_keeps_its_promises(
     # No two packs of a best fit fit together, so all but one are half full on average.
     enough = 2 * sum(lengths) // max_tokens + 1
     assert len(packs) < enough + dp_size * multiple_of
+    assert plan == plan_micro_batches(np.array(lengths, dtype=np.int64), **arguments)
 
 
 @settings(deadline=None)
@@ -111,17 +123,75 @@ def test_ranks_are_as_even_as_the_best_deal_of_few_samples() -> None:
         assert 6 * ours <= 7 * best
 
 
-def test_a_hundred_thousand_samples_are_packed_at_once_and_evenly() -> None:
-    draws = np.random.default_rng(0).lognormal(6.5, 1.0, 100_000)
-    lengths = np.minimum(draws.astype(int) + 20, 8192).tolist()
-    start = time.process_time()
-    plan = plan_micro_batches(lengths, dp_size=64, max_tokens=16384)
-    assert time.process_time() - start < 2
-    totals = [sum(tokens_of(pack, lengths) for pack in rank) for rank in plan]
-    assert max(totals) < 1.01 * np.mean(totals)
-    assert sum(lengths) > 0.99 * 64 * len(plan[0]) * 16384
-    slots = [[tokens_of(rank[i], lengths) for rank in plan] for i in range(len(plan[0]))]
-    assert np.mean([max(slot) / np.mean(slot) for slot in slots]) < 1.02
+def test_dearest_micro_batches_come_first_on_every_rank() -> None:
+    lengths = benchmark.long_tailed(500, seed=1)
+    costs = benchmark.costs_of(lengths)
+    for rank in plan_micro_batches(lengths, dp_size=4, costs=costs, max_tokens=32_768):
+        by_pack = [sum(costs[position] for position in pack) for pack in rank]
+        assert by_pack == sorted(by_pack, reverse=True)
+        assert len(by_pack) > 2
+
+
+def test_ranks_are_as_even_as_the_best_deal_by_cost() -> None:
+    """Every choice of six lengths whose attention costs more than the rest of the model."""
+    for lengths in combinations_with_replacement([1, 2, 3, 5, 8], 6):
+        costs = costs_of(lengths, 4)
+        plan = plan_micro_batches(lengths, dp_size=2, costs=costs, max_tokens=100)
+        ours = max(sum(tokens_of(pack, costs) for pack in rank) for rank in plan)
+        splits = (sum(x for i, x in enumerate(costs) if m >> i & 1) for m in range(64))
+        assert 6 * ours <= 7 * min(max(part, sum(costs) - part) for part in splits)
+
+
+def test_cost_is_evened_out_and_not_tokens() -> None:
+    """One sample of 6 costs as much as nine of 1 here: 6 * (3 + 6) = 54, 1 * (3 + 1) = 4."""
+    lengths = [6, *[1] * 13]
+    plan = plan_micro_batches(lengths, dp_size=2, costs=costs_of(lengths, 3), max_tokens=20)
+    assert [len(rank[0]) for rank in plan] == [1, 13]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("max_tokens", [16_384, 32_768])
+@pytest.mark.parametrize("num_samples", [40, 512, 1024, 2048, 8192])
+def test_sixty_four_ranks_are_never_less_even_than_first_fit(
+    num_samples: int, max_tokens: int, seed: int
+) -> None:
+    simple, ours = benchmark.compare(num_samples, 64, max_tokens, seed)
+    assert ours.micro_batches <= simple.micro_batches
+    assert ours.fill >= simple.fill
+    assert ours.rank_imbalance <= simple.rank_imbalance
+
+
+@pytest.mark.parametrize("num_samples", [2048, 100_000])
+def test_sixty_four_ranks_are_even(num_samples: int) -> None:
+    """Nothing but the longest sample alone can keep a rank above the mean."""
+    lengths = benchmark.long_tailed(num_samples, seed=0)
+    costs = benchmark.costs_of(lengths)
+    plan = plan_micro_batches(lengths, dp_size=64, costs=costs, max_tokens=16_384)
+    balance = balance_of(plan, lengths, costs, 16_384)
+    assert balance.rank_imbalance < 1.01
+    fewest = -(-sum(lengths) // (64 * 16_384))
+    assert fewest <= balance.micro_batches <= fewest + 1
+
+
+def test_balance_by_hand() -> None:
+    """Ranks cost 10 and 20 of a mean of 15; 9 tokens in four micro-batches of 5."""
+    plan = [[[0, 2], []], [[1], [3]]]
+    lengths, costs = [1, 3, 2, 3], [4, 10, 6, 10]
+    expected = Balance(micro_batches=2, rank_imbalance=20 / 15, fill=9 / 20)
+    assert balance_of(plan, lengths, costs, max_tokens=5) == expected
+    assert balance_of(plan, lengths, costs) == Balance(2, 20 / 15, None)
+    assert balance_of([[[]], [[]]], [], [], max_tokens=5) == Balance(1, 1.0, 0.0)
+
+
+def test_the_benchmark_prints_both_rules_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--dp-size=4 --seeds=1 --samples 64 --budgets 16384 --timed-samples=64"
+    benchmark.main(flags.split())
+    lines = capsys.readouterr().out.splitlines()
+    simple, ours = benchmark.compare(64, 4, 16_384, seed=0)
+    assert lines[-2].split()[:2] == ["64", "16,384"]
+    assert lines[-2].split()[4] == f"{simple.rank_imbalance:.4f}"
+    assert lines[-2].split()[7] == f"{ours.rank_imbalance:.4f}"
+    assert lines[-1].startswith("64 samples, budget 16,384: ")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +205,10 @@ def test_a_hundred_thousand_samples_are_packed_at_once_and_evenly() -> None:
         ({"dp_size": 0, "max_tokens": 9}, "dp_size must be positive: dp_size=0"),
         ({"dp_size": 1, "max_tokens": 0}, "max_tokens must be positive: max_tokens=0"),
         ({"dp_size": 1, "max_tokens": 9, "multiple_of": 0}, "multiple_of must be positive"),
+        (
+            {"dp_size": 1, "max_tokens": 9, "costs": [3, 9]},
+            "costs must be one a sample: len(costs)=2, len(lengths)=4",
+        ),
         ({"dp_size": 1}, "one of max_tokens and micro_batch_size must be given"),
         (
             {"dp_size": 1, "max_tokens": 9, "micro_batch_size": 1},
@@ -143,7 +217,7 @@ def test_a_hundred_thousand_samples_are_packed_at_once_and_evenly() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments: dict[str, int], message: str) -> None:
+def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_micro_batches([3, 9, 5, 6], **arguments)
 
