@@ -10,6 +10,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Two files of tests at a time: ranks wait for each other, and a file's worlds are its own.
 IN_PARALLEL := --numprocesses=2 --dist=loadfile
 
@@ -23,7 +24,7 @@ RUN := runs/quickstart
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format clean distclean
+.PHONY: help install quickstart bench test test-all lint format clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,10 @@ $(RUN)/sft/curves.png: examples/quickstart.yaml | $(STAMPS)/run
 $(RUN)/grpo/curves.png: examples/grpo.yaml $(RUN)/sft/curves.png | $(STAMPS)/run
 	$(TORCHRUN) pretrain_rl.py --config $<
 	$(BIN)/python tools/plot_run.py $(RUN)/grpo --output $@
+
+bench: $(STAMPS)/bench ## Compare the head with other heads, on this machine (BENCH_ARGS=...)
+	@mkdir -p runs
+	$(BIN)/python -m benchmarks.head --json runs/bench.json $(BENCH_ARGS)
 
 test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTEST_ARGS=...)
 	$(BIN)/pytest -m "not slow" --session-timeout=1800 $(IN_PARALLEL) $(PYTEST_ARGS)
@@ -90,4 +95,8 @@ $(STAMPS)/run: $(TORCH_STAMP) setup.py
 
 $(STAMPS)/test: $(TORCH_STAMP) setup.py
 	$(PIP) install --editable '.[plot,test,lint]'
+	@touch $(STAMPS)/run $@
+
+$(STAMPS)/bench: $(TORCH_STAMP) setup.py
+	$(PIP) install --editable '.[plot,bench]'
 	@touch $(STAMPS)/run $@

@@ -28,6 +28,7 @@ BASE = [
 EXTRAS = {
     "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9", "flash-attn>=2.8"],
     "hf": ["transformers>=5.24", "accelerate>=1.0", "gguf>=0.19"],  # tools/smollm2.py
+    "bench": ["cut-cross-entropy>=25.1", "liger-kernel>=0.8", "trl>=1.16"],
     "parquet": ["pyarrow>=17.0"],
     "plot": ["matplotlib>=3.9"],
     "lint": ["ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414", "import-linter>=2.1"],
