@@ -1,24 +1,41 @@
 """The objectives: log-probs and streams in, this rank's part of the step's loss and metrics out.
 
-What a masked row holds is replaced by 0 before anything is computed from it. Masking the results
-would not do: the gradient of a masked infinity is 0 * inf.
+What a masked row holds is replaced by 0 before anything is computed from it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, distributed
-from torch.nn import functional
 
-from slime_loss.batch import LossOutput, TokenBatch, check_alike, check_floats
+from slime_loss.batch import LossOutput, TokenBatch
+from slime_loss.corrections import Correction, apply_corrections, needs_samples
+from slime_loss.custom import load_function
+from slime_loss.custom_loss import custom_loss, is_row_separable
 from slime_loss.kl import approximate_kl
 from slime_loss.metrics import Metrics, TokenMetrics
 from slime_loss.policy_config import PolicyLossConfig
-from slime_loss.surrogate import Surrogate, clipped_surrogate, importance_log_ratio
+from slime_loss.streams import Streams, check_entropy
+from slime_loss.surrogate import (
+    Surrogate,
+    cispo_surrogate,
+    clipped_surrogate,
+    importance_log_ratio,
+    reinforce_surrogate,
+)
 from slime_loss.vocab_softmax import EntropyMode
+
+_STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+RATIO_EDGES = tuple(
+    1 + x for x in (*(-step for step in reversed(_STEPS)), 0.0, *_STEPS, 1.0, 2.0, 4.0, 9.0, 99.0)
+)
+"""Buckets of the importance ratio: fine around 1."""
+
+_SIZES = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+ADVANTAGE_EDGES = (*(-size for size in reversed(_SIZES)), 0.0, *_SIZES)
+"""Buckets of the advantages: symmetric around 0."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,8 @@ class Objective:
         function: log_probs [T], entropy [T] or None, and the batch of these rows, to the loss.
         entropy: What the function needs of the entropy.
         is_row_separable: Whether the loss of a row depends on that row alone and on what is known
-            before the log-probs are, so that its gradient can be taken row by row.
+            before the log-probs are, so that its gradient can be taken row by row. Such a function
+            communicates nothing, and may be called on any selection of rows.
     """
 
     function: Callable[[Tensor, Tensor | None, TokenBatch], LossOutput]
@@ -40,19 +58,29 @@ class Objective:
 def make_objective(
     config: PolicyLossConfig, *, cp_group: distributed.ProcessGroup | None = None
 ) -> Objective:
-    """The objective that a config names.
+    """The objective that a config names, of log-probs.
 
     Args:
-        config: The objective.
+        config: The objective. Custom functions are imported here, and at each call.
         cp_group: The ranks that share the pack out; losses that look at whole samples communicate
             over it. None is one process.
+
+    Raises:
+        ValueError: The config's loss is one of values, which are no log-probs, or a custom
+            function cannot be imported.
     """
+    if config.loss_type == "value_loss":
+        raise ValueError(
+            "loss_type must be a loss of log-probs (ValueHead has value_loss): "
+            "loss_type='value_loss'"
+        )
     if config.loss_type == "sft_loss":
         return Objective(lambda log_probs, _, batch: sft_loss(log_probs, batch), "none", True)
+    is_custom = config.loss_type == "custom_loss"
     return Objective(
-        partial(policy_loss, config=config, cp_group=cp_group),
+        partial(custom_loss if is_custom else policy_loss, config=config, cp_group=cp_group),
         "metric" if config.entropy_coef == 0 else "loss",
-        is_row_separable=True,
+        needs_samples(config) is None and _has_separable_functions(config),
     )
 
 
@@ -62,12 +90,14 @@ def policy_loss(
     batch: TokenBatch,
     config: PolicyLossConfig,
     *,
-    cp_group: distributed.ProcessGroup | None = None,  # noqa: ARG001 - the same for any objective
+    cp_group: distributed.ProcessGroup | None = None,
 ) -> LossOutput:
-    """The clipped policy-gradient loss, with the KL loss and entropy bonus of the config.
+    """The policy-gradient loss of the config's objective, with its corrections, KL and entropy.
 
     The loss is the sum over rows of w (pg_loss + kl_loss_coef kl_loss - entropy_coef entropy_loss),
-    w = batch.loss_weight. Its metrics:
+    w = batch.loss_weight. With use_tis, pg_loss has the importance weight as a factor. A row that
+    a correction rejects counts as masked: it is in no sum and no metric but those of the
+    corrections, and w of the other rows stays what it is. Metrics:
 
     * parts of the loss, sums weighted by w, so that the line above holds for them whatever the
       aggregation: loss, pg_loss, entropy_loss (with entropy), kl_loss (with use_kl_loss);
@@ -75,8 +105,15 @@ def policy_loss(
       _low + _dual, ratio_mean, advantages_mean, and with rollout_log_probs
       train_rollout_logprob_abs_diff and train_rollout_kl (k3 of rollout against train);
     * extremes: ratio_min, ratio_max, advantages_min, advantages_max,
-      train_rollout_logprob_abs_diff_max;
-    * a number of rows: active_tokens.
+      train_rollout_logprob_abs_diff_max; the spread advantages_std;
+    * histograms: ratio, advantages;
+    * a number of rows: active_tokens, those that train and are not rejected;
+    * over all rows that train, rejected or not: train_rollout_*; with use_tis tis_mean, tis_min,
+      tis_max of the weights in force and, but for a custom function, tis_clipfrac, the share of
+      tokens whose weight a bound changed; with use_rs or a custom function rs_rejected_frac; with
+      either, ess, the effective sample size of the weights, 0 for rejected tokens, as a share of
+      the tokens; with use_opsm opsm_clipfrac, the share of tokens in samples that it drops;
+    * dropped_samples, the number of samples dropped as a whole, where the config has such a rule.
 
     `train` is the policy that is compared with the rollout engine: the old one, or the current one
     where the old log-probs are absent or the engine's own.
@@ -85,40 +122,45 @@ def policy_loss(
         log_probs: [T], nats, with gradient.
         entropy: [T], nats; with gradient when entropy_coef is not 0; None for no entropy at all.
         batch: The streams; advantages are needed, rollout_log_probs under use_rollout_logprobs,
-            ref_log_probs under use_kl_loss.
+            use_tis and use_rs, ref_log_probs under use_kl_loss, num_trained_tokens where whole
+            samples are looked at (gspo, use_opsm, levels other than token, rs_veto_threshold).
         config: The objective; its loss_type is not read.
-        cp_group: The context-parallel group; ratios of single tokens communicate nothing over it.
+        cp_group: The context-parallel group; where whole samples are looked at, one all-reduce of
+            [k, samples] over it, and one in the backward of gspo. Every rank must take part.
 
     Returns:
         The loss, connected to log_probs even when no row trains, and its metrics.
 
     Raises:
-        ValueError: A stream is missing or superfluous, a shape or device differs, or the entropy
-            is absent or without gradient where the loss needs it.
+        ValueError: A stream is missing or superfluous, a shape or device differs, the entropy
+            is absent or without gradient where the loss needs it, or a custom function cannot be
+            imported or returned something else.
     """
-    _check_entropy(entropy, log_probs, config)
-    streams = _Streams(batch, log_probs)
-    current, advantages = streams.log_probs, streams.get("advantages", "policy_loss")
-    old = _old_log_probs(streams, config)
-    surrogate = clipped_surrogate(importance_log_ratio(current, old), advantages, config)
+    check_entropy(entropy, log_probs, config)
+    every_row = Streams(batch, log_probs)
+    correction = apply_corrections(every_row, config, cp_group=cp_group)
+    streams = Streams(replace(batch, loss_mask=correction.accepted), log_probs)
+    current, advantages = streams.predictions, streams.get("advantages", "policy_loss")
+    old = streams.old_log_probs(config)
+    log_ratio = importance_log_ratio(current, old)
+    surrogate = _surrogate(streams, log_ratio, advantages, correction, config)
 
     tokens = streams.metrics
-    token_loss = surrogate.token_loss
+    token_loss = _weighted(surrogate.token_loss, streams, correction)
     metrics = {"pg_loss": tokens.weighted_sum(token_loss)}
     if entropy is not None:
         nats = streams.clean("entropy", entropy)
         token_loss = _add_scaled(token_loss, -config.entropy_coef, nats)
         metrics |= {"entropy_loss": tokens.weighted_sum(nats), "entropy": tokens.mean(nats)}
     if config.use_kl_loss:
-        kl = _reference_kl(streams, surrogate, config)
+        kl = _reference_kl(streams, log_ratio, config)
         token_loss = _add_scaled(token_loss, config.kl_loss_coef, kl)
         metrics["kl_loss"] = tokens.weighted_sum(kl)
     metrics["ppo_kl"] = tokens.mean(approximate_kl(old, current.detach(), "k1"))
     metrics |= _surrogate_metrics(tokens, surrogate, advantages)
     if batch.rollout_log_probs is not None:
-        on_policy = config.use_rollout_logprobs or batch.old_log_probs is None
-        metrics |= _mismatch_metrics(streams, current.detach() if on_policy else old)
-    return _sum_up(token_loss, streams, metrics)
+        metrics |= _mismatch_metrics(every_row, every_row.train_log_probs(config))
+    return streams.sum_up(token_loss, metrics | correction.metrics)
 
 
 def sft_loss(log_probs: Float[Tensor, " tokens"], batch: TokenBatch) -> LossOutput:
@@ -135,67 +177,47 @@ def sft_loss(log_probs: Float[Tensor, " tokens"], batch: TokenBatch) -> LossOutp
     Raises:
         ValueError: A shape or device differs.
     """
-    streams = _Streams(batch, log_probs)
-    return _sum_up(-streams.log_probs, streams, {})
+    streams = Streams(batch, log_probs)
+    return streams.sum_up(-streams.predictions, {})
 
 
-class _Streams:
-    """The streams of a batch as an objective may see them: 0 at every row that does not train.
-
-    All of them are in the dtype of the log-probs, and those of the batch are without gradient.
-    """
-
-    def __init__(self, batch: TokenBatch, log_probs: Tensor) -> None:
-        self.batch = batch
-        self.dtype = log_probs.dtype
-        self.log_probs = self.clean("log_probs", log_probs)
-        self.weight = self.clean("loss_weight", batch.loss_weight.detach())
-        self.metrics = TokenMetrics(batch.loss_mask, batch.loss_weight)
-
-    def clean(self, name: str, stream: Tensor) -> Tensor:
-        check_floats(name, stream)
-        check_alike(name, stream, "labels", self.batch.labels)
-        return torch.where(self.batch.loss_mask, stream, 0.0).to(self.dtype)
-
-    def get(self, name: str, needed_by: str) -> Tensor:
-        stream: Tensor | None = getattr(self.batch, name)
-        if stream is None:
-            raise ValueError(f"{name} is needed by {needed_by}: {name}=None")
-        return self.clean(name, stream.detach())
+def _has_separable_functions(config: PolicyLossConfig) -> bool:
+    return all(
+        is_row_separable(load_function(path, field))
+        for field in ("custom_loss_function_path", "custom_tis_function_path")
+        if (path := getattr(config, field)) is not None
+    )
 
 
-def _check_entropy(entropy: Tensor | None, log_probs: Tensor, config: PolicyLossConfig) -> None:
-    if config.entropy_coef == 0:
-        return
-    if entropy is None or (log_probs.requires_grad and not entropy.requires_grad):
-        state = "entropy=None" if entropy is None else "entropy.requires_grad=False"
-        raise ValueError(
-            "entropy must be given, with gradient, when entropy_coef is not 0: "
-            f"{state}, entropy_coef={config.entropy_coef}"
-        )
+def _surrogate(
+    streams: Streams,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    correction: Correction,
+    config: PolicyLossConfig,
+) -> Surrogate:
+    if config.objective == "cispo":
+        return cispo_surrogate(streams.predictions, log_ratio, advantages, config)
+    if config.objective == "reinforce":
+        return reinforce_surrogate(streams.predictions, log_ratio, advantages)
+    if correction.sample_log_ratio is not None:
+        log_ratio = streams.clean("sample_log_ratio", correction.sample_log_ratio)
+    return clipped_surrogate(log_ratio, advantages, config)
 
 
-def _old_log_probs(streams: _Streams, config: PolicyLossConfig) -> Tensor:
-    """The log-probs of the policy that the importance ratio is taken against, without gradient."""
-    recomputed = streams.batch.old_log_probs
-    if config.use_rollout_logprobs and recomputed is not None:
-        raise ValueError(
-            "old_log_probs must be None under use_rollout_logprobs, where the engine's log-probs "
-            f"are the old ones: old_log_probs.shape={tuple(recomputed.shape)}"
-        )
-    if config.use_rollout_logprobs:
-        return streams.get("rollout_log_probs", "use_rollout_logprobs")
-    if recomputed is None:
-        return streams.log_probs.detach()
-    return streams.clean("old_log_probs", recomputed.detach())
+def _weighted(token_loss: Tensor, streams: Streams, correction: Correction) -> Tensor:
+    if correction.weight is None:
+        return token_loss
+    return streams.clean("weight", correction.weight) * token_loss
 
 
-def _reference_kl(streams: _Streams, surrogate: Surrogate, config: PolicyLossConfig) -> Tensor:
+def _reference_kl(streams: Streams, log_ratio: Tensor, config: PolicyLossConfig) -> Tensor:
+    """The KL estimate; each token was sampled by itself, so its own ratio removes the bias."""
     return approximate_kl(
-        streams.log_probs,
+        streams.predictions,
         streams.get("ref_log_probs", "use_kl_loss"),
         config.kl_loss_type,
-        importance_ratio=surrogate.ratio if config.use_unbiased_kl else None,
+        importance_ratio=log_ratio.exp() if config.use_unbiased_kl else None,
     )
 
 
@@ -217,10 +239,13 @@ def _surrogate_metrics(tokens: TokenMetrics, surrogate: Surrogate, advantages: T
         "advantages_mean": tokens.mean(advantages),
         "advantages_min": tokens.min(advantages),
         "advantages_max": tokens.max(advantages),
+        "advantages_std": tokens.std(advantages),
+        "ratio": tokens.histogram(surrogate.ratio, RATIO_EDGES),
+        "advantages": tokens.histogram(advantages, ADVANTAGE_EDGES),
     }
 
 
-def _mismatch_metrics(streams: _Streams, train: Tensor) -> Metrics:
+def _mismatch_metrics(streams: Streams, train: Tensor) -> Metrics:
     """How far the trainer's log-probs are from the engine's, for the same tokens and weights."""
     rollout = streams.get("rollout_log_probs", "the comparison with the engine")
     difference = (train - rollout).abs()
@@ -229,19 +254,3 @@ def _mismatch_metrics(streams: _Streams, train: Tensor) -> Metrics:
         "train_rollout_logprob_abs_diff_max": streams.metrics.max(difference),
         "train_rollout_kl": streams.metrics.mean(approximate_kl(rollout, train, "k3")),
     }
-
-
-def _sum_up(token_loss: Tensor, streams: _Streams, metrics: Metrics) -> LossOutput:
-    weighted = streams.weight * token_loss
-    finite = weighted.isfinite() & streams.log_probs.isfinite()
-    head = {"loss": streams.metrics.weighted_sum(token_loss)}
-    tail = {"active_tokens": streams.metrics.count()}
-    return LossOutput(weighted.sum(), head | metrics | tail, _first_row(~finite))
-
-
-def _first_row(flags: Tensor) -> Tensor:
-    """The first true row, -1 when there is none; without waiting for the device."""
-    num_rows = flags.shape[0]
-    rows = torch.arange(num_rows, device=flags.device)
-    first = functional.pad(torch.where(flags, rows, num_rows), (0, 1), value=num_rows).amin()
-    return torch.where(first == num_rows, -1, first)

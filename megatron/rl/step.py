@@ -27,8 +27,16 @@ from megatron.rl.batching import MicroBatch
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import progress
-from slime_loss import LossOutput, RLHead, TokenBatch, TokenLogProbs
-from slime_loss.metrics import merge_metrics, reduce_metrics
+from slime_loss import (
+    Histogram,
+    LossOutput,
+    ReducedMetrics,
+    RLHead,
+    TokenBatch,
+    TokenLogProbs,
+    merge_metrics,
+    reduce_metrics,
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,16 @@ class StepResult:
     """What one step did; the same on every rank.
 
     Args:
-        metrics: every metric of the loss, reduced over all ranks and micro-batches.
+        metrics: every metric of the loss that is one number, reduced over all ranks and
+            micro-batches.
+        histograms: the other metrics of the loss, likewise.
         grad_norm: before clipping; NaN or infinite where the gradient is.
         updated: whether the weights moved.
         culprit: why they did not: the sample and row that is not finite, or the parameters.
     """
 
     metrics: dict[str, float]
+    histograms: dict[str, Histogram]
     grad_norm: float
     updated: bool
     culprit: str | None = None
@@ -99,12 +110,13 @@ class Trainee:
         self._zero_gradients()
         outputs = self._run(micro_batches, self.head, "training")
         metrics = self._reduce(outputs)
-        if not math.isfinite(metrics["loss"]):
+        grad_norm, updated = math.nan, False
+        if not math.isfinite(metrics.scalars["loss"]):
             culprit = self._first(_nonfinite_row(micro_batches, outputs))
-            return StepResult(metrics, math.nan, updated=False, culprit=culprit)
-        grad_norm, updated = self._update()
-        culprit = None if updated else self._first(self._nonfinite_gradient(micro_batches))
-        return StepResult(metrics, grad_norm, updated, culprit)
+        else:
+            grad_norm, updated = self._update()
+            culprit = None if updated else self._first(self._nonfinite_gradient(micro_batches))
+        return StepResult(metrics.scalars, metrics.histograms, grad_norm, updated, culprit)
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], head: Any, desc: str | None = None
@@ -137,7 +149,7 @@ class Trainee:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
+    def _reduce(self, outputs: list[LossOutput]) -> ReducedMetrics:
         """Metrics over micro-batches and ranks, then from the last stage to all stages."""
         groups = self.grid.groups
         reduced = [None]

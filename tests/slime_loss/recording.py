@@ -7,8 +7,17 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from slime_loss import collectives, layout, linear_log_probs, vocab_softmax
+from slime_loss import (
+    collectives,
+    layout,
+    linear_log_probs,
+    metrics,
+    samples,
+    value_head,
+    vocab_softmax,
+)
 
+MODULES = (collectives, layout, linear_log_probs, metrics, samples, value_head, vocab_softmax)
 NAMES = ("all_gather_rows", "reduce_scatter_rows", "all_reduce_sum_")
 
 Call = tuple[str, tuple[int, ...]]
@@ -28,7 +37,7 @@ def recorded_collectives() -> Iterator[list[Call]]:
         return record
 
     with ExitStack() as stack:
-        for module in (collectives, layout, linear_log_probs, vocab_softmax):
+        for module in MODULES:
             for name in NAMES:
                 if hasattr(module, name):
                     original = originals[name]

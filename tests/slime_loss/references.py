@@ -6,137 +6,20 @@ them, not the way the library computes them.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jaxtyping
 import torch
 from torch import Tensor
 
-from slime_loss import KeptIds, PolicyLossConfig, TokenBatch
-
-
-def importance_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """One token's log ratio, held within [-20, 20]."""
-    log_ratio = log_prob - old_log_prob
-    if log_ratio > 20:
-        return log_prob.new_tensor(20.0)
-    if log_ratio < -20:
-        return log_prob.new_tensor(-20.0)
-    return log_ratio
-
-
-def clipped_loss(ratio: Tensor, advantage: float, config: PolicyLossConfig) -> Tensor:
-    """One token's max(-r A, -clip(r) A), and its dual clip where A < 0."""
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    clipped = min(max(ratio, ratio.new_tensor(1 - config.eps_clip)), ratio.new_tensor(1 + high))
-    loss = max(-ratio * advantage, -clipped * advantage)
-    if config.eps_clip_c is not None and advantage < 0:
-        loss = min(loss, ratio.new_tensor(-config.eps_clip_c * advantage))
-    return loss
-
-
-def binding_bound(ratio: float, advantage: float, config: PolicyLossConfig) -> str | None:
-    """Which bound, if any, takes one token's gradient away: its loss no longer moves with r."""
-    moved = [
-        clipped_loss(torch.tensor(r, dtype=torch.float64), advantage, config).item()
-        for r in (ratio, ratio * (1 + 1e-9))
-    ]
-    if advantage == 0 or moved[0] != moved[1]:
-        return None
-    if advantage > 0:
-        return "high"
-    return "low" if ratio < 1 else "dual"
-
-
-def kl(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
-    """One token's KL estimate."""
-    d = log_prob - ref_log_prob
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d * d / 2
-    k3 = torch.exp(-d) - 1 + d
-    if estimator == "k3":
-        return k3
-    return min(max(k3, d.new_tensor(-10.0)), d.new_tensor(10.0))
+from slime_loss import PolicyLossConfig, TokenBatch
 
 
 def trained_rows(batch: TokenBatch) -> list[int]:
     """The rows whose mask is true."""
     return [row for row in range(batch.num_rows) if bool(batch.loss_mask[row])]
-
-
-def policy_loss(
-    log_probs: Tensor, entropy: Tensor | None, batch: TokenBatch, config: PolicyLossConfig
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss and every metric, token by token."""
-    seen: dict[str, list[float]] = {}
-    loss = torch.zeros((), dtype=torch.float64) + 0 * log_probs.sum()
-    for row in trained_rows(batch):
-        token_loss, values = _token(row, log_probs, entropy, batch, config)
-        loss = loss + batch.loss_weight[row] * token_loss
-        for name, value in values.items():
-            number = value.item() if isinstance(value, Tensor) else value
-            seen.setdefault(name, []).append(number)
-    weights = [batch.loss_weight[row].item() for row in trained_rows(batch)]
-    return loss, _reduce(seen, weights)
-
-
-def _token(
-    row: int,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    batch: TokenBatch,
-    config: PolicyLossConfig,
-) -> tuple[Tensor, dict[str, Tensor | float]]:
-    log_prob, advantage = log_probs[row], batch.advantages[row].item()
-    old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs[row]
-    train = old
-    if config.use_rollout_logprobs:
-        old, train = batch.rollout_log_probs[row], log_prob.detach()
-    ratio = torch.exp(importance_log_ratio(log_prob, old))
-    loss = pg_loss = clipped_loss(ratio, advantage, config)
-    values: dict[str, Tensor | float] = {"pg_loss": pg_loss}
-    if entropy is not None:
-        loss = loss - config.entropy_coef * entropy[row]
-        values |= {"entropy_loss": entropy[row], "entropy": entropy[row]}
-    if config.use_kl_loss:
-        kl_loss = kl(log_prob, batch.ref_log_probs[row], config.kl_loss_type)
-        kl_loss = kl_loss * ratio if config.use_unbiased_kl else kl_loss
-        loss = loss + config.kl_loss_coef * kl_loss
-        values["kl_loss"] = kl_loss
-    bound = binding_bound(ratio.item(), advantage, config)
-    values |= {f"pg_clipfrac_{name}": float(bound == name) for name in ("high", "low", "dual")}
-    values |= {"pg_clipfrac": float(bound is not None), "ppo_kl": old - log_prob}
-    values |= {f"ratio_{kind}": ratio for kind in ("mean", "min", "max")}
-    values |= {f"advantages_{kind}": advantage for kind in ("mean", "min", "max")}
-    if batch.rollout_log_probs is not None:
-        d = train - batch.rollout_log_probs[row]
-        values["train_rollout_logprob_abs_diff"] = abs(d)
-        values["train_rollout_logprob_abs_diff_max"] = abs(d)
-        values["train_rollout_kl"] = torch.exp(d) - 1 - d
-    return loss, values | {"loss": loss, "active_tokens": 1.0}
-
-
-def _reduce(seen: dict[str, list[float]], weights: list[float]) -> dict[str, float]:
-    return {name: _reduction(name)(values, weights) for name, values in seen.items()}
-
-
-def _reduction(name: str) -> Callable[[list[float], list[float]], float]:
-    if name == "active_tokens":
-        return lambda values, _: sum(values)
-    if name.endswith(("_min", "_max")):
-        extreme = min if name.endswith("_min") else max
-        return lambda values, _: extreme(values)
-    if name in ("loss", "pg_loss", "entropy_loss", "kl_loss"):
-        return _weighted_sum
-    return lambda values, weights: _weighted_sum(values, weights) / sum(weights)
-
-
-def _weighted_sum(values: list[float], weights: list[float]) -> float:
-    return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
 def group_relative_advantages(
@@ -274,25 +157,18 @@ def random_batch(
         old_log_probs=log_probs + spread * normal(),
         rollout_log_probs=log_probs + spread * normal(),
         ref_log_probs=log_probs + spread * normal(),
+        values=normal(),
+        returns=normal(),
     )
+    counts = torch.zeros((num_rows + 2) // 3, dtype=torch.int64)
+    counts.index_add_(0, batch.sample_index, batch.loss_mask.long())
+    batch = replace(batch, num_trained_tokens=counts)
     return log_probs.requires_grad_(), normal().abs().requires_grad_(), batch
 
 
 def for_config(batch: TokenBatch, config: PolicyLossConfig) -> TokenBatch:
     """The batch with the streams that this config takes."""
     return replace(batch, old_log_probs=None) if config.use_rollout_logprobs else batch
-
-
-def rows_of(batch: TokenBatch, rows: Tensor) -> TokenBatch:
-    """The batch cut to some of its rows."""
-    streams = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return TokenBatch(
-        **{
-            name: stream.select(rows) if isinstance(stream, KeptIds) else stream[rows]
-            for name, stream in streams.items()
-            if stream is not None
-        }
-    )
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:

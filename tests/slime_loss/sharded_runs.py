@@ -26,6 +26,7 @@ from tests.slime_loss.objective_variants import VARIANTS, Variant
 from tests.slime_loss.packs import PADDED_VOCAB, VOCAB, Case, Pack, make_pack
 from tests.slime_loss.places import ALONE, Place
 from tests.slime_loss.reference_log_probs import EXACT
+from tests.slime_loss.reference_policy import numbers
 from tests.slime_loss.simulated_ranks import Call, check_same_collectives, simulate
 
 TEMPERATURE = 0.7
@@ -138,7 +139,7 @@ class Rank:
 def _by_objective(rank: Rank, hidden: Tensor, weight: Tensor) -> Loss:
     output = rank.head()(rank.head_rows(hidden), weight, rank.batch)
     rank.place.begin("metrics")
-    metrics = reduce_metrics(output.metrics, rank.place.cp_group)
+    metrics = numbers(reduce_metrics(output.metrics, rank.place.cp_group))
     return output.loss, metrics, int(output.first_nonfinite_row)
 
 

@@ -14,11 +14,11 @@ from slime_loss import (
     TokenBatch,
     merge_metrics,
     policy_loss,
-    reduce_metrics,
     sft_loss,
 )
-from tests.slime_loss import references
-from tests.slime_loss.references import for_config, gradients, random_batch, rows_of
+from tests.slime_loss import reference_policy, references
+from tests.slime_loss.reference_policy import shown
+from tests.slime_loss.references import for_config, gradients, random_batch
 
 KL_TYPES = ["k1", "k2", "k3", "low_var_kl"]
 CONFIGS = [
@@ -55,6 +55,9 @@ BASE_METRICS = [
     "advantages_mean",
     "advantages_min",
     "advantages_max",
+    "advantages_std",
+    "ratio",
+    "advantages",
     "train_rollout_logprob_abs_diff",
     "train_rollout_logprob_abs_diff_max",
     "train_rollout_kl",
@@ -68,14 +71,13 @@ def assert_same(
     loss, metrics = expected
     assert_close(output.loss, loss, rtol=1e-12, atol=1e-12)
     assert_close(gradients(output.loss, *leaves), gradients(loss, *leaves), rtol=1e-12, atol=1e-12)
-    reduced = reduce_metrics(output.metrics)
-    if not metrics:
-        metrics = dict.fromkeys(reduced, math.nan) | {
-            name: 0.0
-            for name in ("loss", "pg_loss", "entropy_loss", "kl_loss", "active_tokens")
-            if name in reduced
-        }
-    assert reduced == pytest.approx(metrics, rel=1e-12, abs=1e-12, nan_ok=True)
+    found = shown(output)
+    if "loss" not in metrics:
+        # No row is left: sums are 0, and there are no other numbers.
+        sums = dict.fromkeys((*reference_policy.PARTS, "active_tokens"), 0.0)
+        metrics = dict.fromkeys(found, math.nan) | sums | metrics
+        metrics = {name: metrics[name] for name in found}
+    assert found == pytest.approx(metrics, rel=1e-12, abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -107,7 +109,7 @@ def test_loss_gradients_and_metrics_equal_the_loop(
         entropy = None
     leaves = [log_probs] if entropy is None else [log_probs, entropy]
     output = policy_loss(log_probs, entropy, batch, config)
-    assert_same(output, references.policy_loss(log_probs, entropy, batch, config), *leaves)
+    assert_same(output, reference_policy.policy_loss(log_probs, entropy, batch, config), *leaves)
     assert output.first_nonfinite_row.item() == -1
 
 
@@ -124,17 +126,17 @@ def test_no_cut_into_micro_batches_changes_anything(
     parts = []
     for i, j in zip(starts, [*starts[1:], 16], strict=True):
         rows = torch.arange(i, j)
-        parts.append(policy_loss(log_probs[rows], entropy[rows], rows_of(batch, rows), config))
+        parts.append(policy_loss(log_probs[rows], entropy[rows], batch.select(rows), config))
     loss = torch.stack([part.loss for part in parts]).sum()
-    metrics = reduce_metrics(merge_metrics([part.metrics for part in parts]))
-    assert_same(whole, (loss, metrics), log_probs, entropy)
+    merged = replace(parts[0], metrics=merge_metrics([part.metrics for part in parts]))
+    assert_same(whole, (loss, shown(merged)), log_probs, entropy)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_parts_add_up_to_the_loss(config: PolicyLossConfig) -> None:
     log_probs, entropy, batch = random_batch(3, 20)
     output = policy_loss(log_probs, entropy, for_config(batch, config), config)
-    metrics = reduce_metrics(output.metrics)
+    metrics = shown(output)
     parts = (
         metrics["pg_loss"]
         - config.entropy_coef * metrics["entropy_loss"]
@@ -182,10 +184,10 @@ def test_dual_clip_reaches_the_loss() -> None:
 
 def test_a_clip_that_does_not_bind_is_not_counted() -> None:
     log_probs, batch = one_token(1.5, -1.0)
-    metrics = reduce_metrics(policy_loss(log_probs, None, batch, PolicyLossConfig()).metrics)
+    metrics = shown(policy_loss(log_probs, None, batch, PolicyLossConfig()))
     assert {value for name, value in metrics.items() if "clipfrac" in name} == {0.0}
     log_probs, batch = one_token(1.5, 1.0)
-    metrics = reduce_metrics(policy_loss(log_probs, None, batch, PolicyLossConfig()).metrics)
+    metrics = shown(policy_loss(log_probs, None, batch, PolicyLossConfig()))
     assert metrics["pg_clipfrac"] == metrics["pg_clipfrac_high"] == 1.0
 
 
@@ -196,7 +198,7 @@ def test_absent_old_log_probs_mean_on_policy() -> None:
     weighted = torch.where(batch.loss_mask, -batch.loss_weight * batch.advantages, 0.0)
     assert_close(output.loss, weighted.sum(), rtol=1e-12, atol=1e-12)
     assert_close(gradients(output.loss, log_probs), [weighted], rtol=1e-12, atol=1e-12)
-    metrics = reduce_metrics(output.metrics)
+    metrics = shown(output)
     assert (metrics["ratio_min"], metrics["ratio_max"], metrics["ppo_kl"]) == (1.0, 1.0, 0.0)
 
 
@@ -214,7 +216,7 @@ def test_which_log_probs_are_compared_with_the_engine(
         1.0, 1.0, old_log_probs=-2 * ones if has_old else None, rollout_log_probs=-4 * ones
     )
     config = PolicyLossConfig(use_rollout_logprobs=use_rollout)
-    metrics = reduce_metrics(policy_loss(log_probs, None, batch, config).metrics)
+    metrics = shown(policy_loss(log_probs, None, batch, config))
     assert metrics["train_rollout_logprob_abs_diff"] == difference
     assert metrics["train_rollout_logprob_abs_diff_max"] == difference
     kl = math.exp(difference) - 1 - difference
@@ -298,12 +300,12 @@ def test_a_rank_without_a_trained_row_stays_connected(num_rows: int, entropy_coe
         [gradient] = torch.autograd.grad(output.loss, log_probs, retain_graph=True)
         assert torch.equal(gradient, torch.zeros(num_rows, dtype=torch.float64))
         assert output.first_nonfinite_row.item() == -1
-        assert reduce_metrics(output.metrics)["active_tokens"] == 0.0
+        assert shown(output)["active_tokens"] == 0.0
 
 
 def test_streams_follow_the_dtype_of_the_log_probs_and_stay_untouched() -> None:
     log_probs, _, batch = random_batch(10, 8)
-    before = rows_of(batch, torch.arange(8))
+    before = batch.select(torch.arange(8))
     narrow = log_probs.detach().float().requires_grad_()
     output = policy_loss(narrow, None, batch, PolicyLossConfig())
     output.loss.backward()
@@ -383,7 +385,10 @@ def test_sft_trains_the_response_from_the_rows_before_it() -> None:
     expected[1, 2] -= 0.5
     expected[2] = 0
     assert_close(gradient, expected, rtol=0, atol=1e-12)
-    assert reduce_metrics(output.metrics) == {"loss": output.loss.item(), "active_tokens": 2.0}
+    assert shown(output) == {
+        "loss": output.loss.item(),
+        "active_tokens": 2.0,
+    }
 
 
 @given(seed=st.integers(0, 10**6), num_rows=st.integers(0, 10))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from slime_loss import LossOutput, RLHead, SequenceLayout, TokenBatch
+from slime_loss import LossOutput, ReducedMetrics, RLHead, SequenceLayout, TokenBatch
 from slime_loss.collectives import all_gather_rows
 from tests.slime_loss import sharded_runs
 from tests.slime_loss.packs import Case, Sample, all_train, none_trains
@@ -74,7 +74,7 @@ def divided_by_the_local_count() -> Any:
 
 
 def metrics_are_not_reduced_where_no_row_trains() -> Any:
-    def planted(right: Any, metrics: Any, group: Any) -> dict[str, float]:
+    def planted(right: Any, metrics: Any, group: Any) -> ReducedMetrics:
         return right(metrics, group if metrics["active_tokens"].value > 0 else None)
 
     return instead_of(sharded_runs, "reduce_metrics", planted)
@@ -106,13 +106,14 @@ def one_rank_computes_in_lower_precision() -> Any:
 
 
 def a_maximum_is_averaged() -> Any:
-    def planted(right: Any, metrics: Any, group: Any) -> dict[str, float]:
+    def planted(right: Any, metrics: Any, group: Any) -> ReducedMetrics:
         found, name = right(metrics, group), "advantages_max"
         if group is None:
             return found
-        mean = metrics[name].value.nan_to_num(posinf=0.0, neginf=0.0)
+        mean = metrics[name].value[0].nan_to_num(posinf=0.0, neginf=0.0)
         dist.all_reduce(mean, group=group)
-        return found | {name: float(mean) / dist.get_world_size(group)}
+        wrong = {name: float(mean) / dist.get_world_size(group)}
+        return replace(found, scalars=found.scalars | wrong)
 
     return instead_of(sharded_runs, "reduce_metrics", planted)
 

@@ -84,7 +84,6 @@ def test_poison_at_masked_rows_changes_no_bit(
         assert list(dirty.metrics) == list(clean.metrics)
         for name, metric in dirty.metrics.items():
             assert torch.equal(metric.value, clean.metrics[name].value), name
-            assert torch.equal(metric.count, clean.metrics[name].count), name
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean"])

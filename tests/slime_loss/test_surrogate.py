@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from slime_loss import PolicyLossConfig, clipped_surrogate, importance_log_ratio
-from tests.slime_loss import references
+from tests.slime_loss import reference_policy
 from tests.slime_loss.references import gradients, without_type_checker
 
 CONFIGS = [
@@ -41,13 +41,13 @@ def test_values_gradients_and_binding_bounds_equal_the_loop(
     old = torch.zeros_like(advantages)
     surrogate = clipped_surrogate(importance_log_ratio(log_probs, old), advantages, config)
 
-    ratios = [references.importance_log_ratio(x, old[0]).exp() for x in log_probs]
+    ratios = [reference_policy.importance_log_ratio(x, old[0]).exp() for x in log_probs]
     losses = [
-        references.clipped_loss(ratio, float(advantage), config)
+        reference_policy.clipped_loss(ratio, float(advantage), config)
         for ratio, advantage in zip(ratios, advantages, strict=True)
     ]
     bounds = [
-        references.binding_bound(ratio.item(), advantage.item(), config)
+        reference_policy.binding_bound(ratio.item(), advantage.item(), config)
         for ratio, advantage in zip(ratios, advantages, strict=True)
     ]
     expected = torch.stack(losses) if losses else log_probs * 1
