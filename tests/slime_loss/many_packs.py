@@ -43,6 +43,7 @@ def random_cases(num_packs: int, seed: int) -> Iterator[Case]:
             layout,
             multiple=chance.choice([1, 1, 2, 3, 8]),
             chunk_rows=chance.choice([None, 1, 3]),
+            recompute=chance.random() < 0.5,
             frozen=chance.choice(["", "", "hidden", "weight"]),
             has_kept_ids=chance.random() < 0.3,
             aggregation=chance.choice(AGGREGATIONS),

@@ -55,6 +55,7 @@ class Case:
         layout: The layout that the head sees; the hidden states come from the other one.
         multiple: Local rows are padded to a multiple of this, times tp_size.
         chunk_rows: Rows projected at a time.
+        recompute: Whether the head keeps nothing for the backward.
         frozen: What has no gradient: "", "hidden" or "weight".
         has_kept_ids: Whether the log-probs are renormalised over kept ids.
         aggregation: How tokens are weighted.
@@ -67,6 +68,7 @@ class Case:
     layout: str = "contiguous"
     multiple: int = 1
     chunk_rows: int | None = None
+    recompute: bool = False
     frozen: str = ""
     has_kept_ids: bool = False
     aggregation: str = "token_mean"

@@ -120,7 +120,11 @@ class Rank:
 
     def head(self) -> RLHead:
         return RLHead(
-            HeadConfig(rollout_temperature=TEMPERATURE, log_probs_chunk_size=self.case.chunk_rows),
+            HeadConfig(
+                rollout_temperature=TEMPERATURE,
+                log_probs_chunk_size=self.case.chunk_rows,
+                recompute_loss_function=self.case.recompute,
+            ),
             self.variant.config,
             vocab_size=VOCAB,
             tp_group=self.place.tp_group,
