@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -47,11 +48,6 @@ class Call:
     def __str__(self) -> str:
         shapes = " -> ".join(str(list(shape)) for shape in self.shapes)
         return f"{self.kind} {self.dtype} {shapes} over {self.group} in {self.phase}"
-
-    @property
-    def outline(self) -> tuple[object, ...]:
-        """What ranks of different groups must have in common, too."""
-        return self.phase, self.group, self.kind, self.dtype
 
 
 @dataclass
@@ -268,22 +264,32 @@ def simulate(
 def check_same_collectives(topology: Topology, ranks: Sequence[Sequence[Call]]) -> None:
     """Raise CollectiveError unless ranks call the same collectives, in the same order.
 
-    Shapes must agree within the group of a call. Tensor-parallel groups of different
-    context-parallel ranks hold different rows, so their shapes may differ.
+    Ranks of one group call the same over it, in every respect, one by one. Tensor-parallel groups
+    hold different rows, which they may work through in more or fewer calls; but every rank goes
+    from the collectives of one group to those of another in the same places.
     """
     for rank, calls in enumerate(ranks):
-        if [call.outline for call in calls] != [call.outline for call in ranks[0]]:
-            raise CollectiveError(
-                "every rank must call the same collectives in the same order: "
-                f"rank 0 {list(map(str, ranks[0]))}, rank {rank} {list(map(str, calls))}"
-            )
-        for position, call in enumerate(calls):
-            for other in topology.members(call.group, rank):
-                if ranks[other][position] != call:
-                    raise CollectiveError(
-                        f"ranks of one group must call the same: rank {rank} calls {call}, "
-                        f"rank {other} calls {ranks[other][position]}"
-                    )
+        for group in ("tp", "cp", "world"):
+            first = topology.members(group, rank)[0]
+            _check_equal(rank, _over(group, calls), first, _over(group, ranks[first]))
+        _check_equal(rank, _turns(calls), 0, _turns(ranks[0]))
+
+
+def _over(group: str, calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if call.group == group]
+
+
+def _turns(calls: Sequence[Call]) -> list[str]:
+    """Which group communicates after which, in which part of the work."""
+    return [turn for turn, _ in groupby(f"{call.group} in {call.phase}" for call in calls)]
+
+
+def _check_equal(rank: int, ours: Sequence[object], other: int, theirs: Sequence[object]) -> None:
+    if ours != theirs:
+        raise CollectiveError(
+            "ranks must call the same collectives in the same order: "
+            f"rank {other} {list(map(str, theirs))}, rank {rank} {list(map(str, ours))}"
+        )
 
 
 @contextmanager

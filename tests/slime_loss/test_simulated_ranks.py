@@ -191,20 +191,31 @@ def test_what_a_rank_raises_is_raised_with_its_rank() -> None:
     assert caught.value.__notes__ == ["on simulated rank 1"]
 
 
-def test_ranks_of_different_groups_must_agree_in_order_and_kind_and_not_in_shape() -> None:
-    topology = Topology(cp_size=2, tp_size=2)
+GRID = Topology(cp_size=2, tp_size=2)
 
+
+def test_groups_of_different_rows_may_call_in_other_shapes_and_more_often() -> None:
     def sized_by_cp_rank(place: Place) -> None:
-        dist.all_reduce(torch.ones(place.cp_rank), group=place.tp_group)
-
-    def more_often_on_one(place: Place) -> None:
         for _ in range(1 + place.cp_rank):
-            dist.all_reduce(torch.ones(1), group=place.tp_group)
+            dist.all_reduce(torch.ones(place.cp_rank), group=place.tp_group)
+        dist.barrier(place.cp_group)
 
-    _, calls = simulate(topology, sized_by_cp_rank)
-    check_same_collectives(topology, calls)
-    with pytest.raises(CollectiveError, match="ranks of one group must call the same"):
-        check_same_collectives(Topology(cp_size=1, tp_size=4), calls)
-    _, calls = simulate(topology, more_often_on_one)
-    with pytest.raises(CollectiveError, match="every rank must call the same collectives"):
-        check_same_collectives(topology, calls)
+    _, calls = simulate(GRID, sized_by_cp_rank)
+    check_same_collectives(GRID, calls)
+    with pytest.raises(CollectiveError, match="ranks must call the same collectives"):
+        check_same_collectives(Topology(tp_size=4), calls)
+
+
+def test_groups_must_take_turns_in_one_order() -> None:
+    """Which does not hang where ranks wait, but may where collectives share a device."""
+
+    def ordered_by_cp_rank(place: Place) -> None:
+        groups = [place.tp_group, place.cp_group]
+        for group in reversed(groups) if place.cp_rank == 1 else groups:
+            dist.barrier(group)
+
+    _, calls = simulate(GRID, ordered_by_cp_rank)
+    with pytest.raises(
+        CollectiveError, match=r"rank 0 \['tp in start', 'cp in start'\], rank 2 \['cp in"
+    ):
+        check_same_collectives(GRID, calls)
