@@ -150,6 +150,7 @@ def row_rules(config: RunConfig) -> RowRules:
         need_values=estimates and advantage.advantage_estimator == "ppo",
         need_kept_ids=config.data.rollout_top_p < 1,
         max_length=min((limit for limit in limits if limit is not None), default=None),
+        truncate=config.data.truncate_samples,
     )
 
 

@@ -135,6 +135,10 @@ class DataConfig:
     rollout_top_p: float = 1.0
     """top-p at which the rollouts were sampled; below 1 the kept ids of each row are replayed."""
 
+    truncate_samples: bool = False
+    """Cut a sample that is longer than --max-position-embeddings, or than the tokens of a pack, at
+    the end of its response; without it such a sample is a bad row."""
+
     bad_rows: Literal["error", "skip"] = "error"
     """A bad row ends the run, or is counted, left out, and written aside into --tensorboard-dir or
     --save."""

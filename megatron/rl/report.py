@@ -84,6 +84,7 @@ def rollout_scalars(samples: Sequence[Sample]) -> Iterator[tuple[str, float]]:
     trained_tokens = sum(sample.num_trained_tokens for sample in samples)
     truncated = sum(sample.status == "truncated" for sample in samples)
     yield "truncated_ratio", truncated / len(samples)
+    yield "cut_samples", sum(sample.num_cut_tokens > 0 for sample in samples)
     yield "trained_token_ratio", trained_tokens / response_tokens
     yield "zero_std_group_ratio", _share_of_equal_groups(samples)
 

@@ -47,6 +47,8 @@ class Sample:
     """Vocabulary ids top-p or top-k kept, all response tokens end to end, int64 [K]."""
     kept_offsets: np.ndarray | None = None
     """Response token i kept `kept_ids[kept_offsets[i]:kept_offsets[i + 1]]`, int64 [R + 1]."""
+    num_cut_tokens: int = 0
+    """Response tokens that the row has beyond R: cut off, since the sample was too long."""
     prompt: str | None = None
     response: str | None = None
     label: str | None = None
@@ -83,6 +85,8 @@ class RowRules:
     need_kept_ids: bool = False
     max_length: int | None = None
     """Most tokens a sample may have, prompt and response together (None: no limit)."""
+    truncate: bool = False
+    """A longer sample is cut at the end of its response, not refused."""
 
     def __post_init__(self) -> None:
         """Refuse limits that no row can meet."""

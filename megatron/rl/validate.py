@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         need_group=policy,
         need_rollout_log_probs=args.use_rollout_logprobs,
         max_length=args.max_length,
+        truncate=args.truncate_samples,
     )
     options = ReadOptions(trust_pickle=args.trust_pickle, keep_errors=args.max_errors)
     try:
@@ -85,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="+", metavar="FILE", help="file, glob or folder")
     parser.add_argument("--vocab-size", type=_positive, metavar="N", help="ids must be below N")
     parser.add_argument("--max-length", type=_positive, metavar="N", help="most tokens of a sample")
+    parser.add_argument(
+        "--truncate-samples",
+        action="store_true",
+        help="cut longer samples at the end of their response, as the run will",
+    )
     parser.add_argument("--reward-key", metavar="K", help="the key to read of a reward dict")
     parser.add_argument(
         "--loss-type",

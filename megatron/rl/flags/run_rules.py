@@ -229,6 +229,14 @@ NOTES = (
         "",
     ),
     Rule(
+        "truncate_samples",
+        lambda s: (
+            s.truncate_samples and (s.max_position_embeddings, s.max_tokens_per_gpu) == (None, None)
+        ),
+        "has no effect without --max-position-embeddings or --max-tokens-per-gpu",
+        "",
+    ),
+    Rule(
         "micro_batch_size",
         lambda s: s.use_dynamic_batch_size and s.micro_batch_size != 1,
         "has no effect with --use-dynamic-batch-size",

@@ -22,6 +22,7 @@ ROW_DTYPE = np.dtype(
         ("total_length", np.int64),
         ("response_length", np.int64),
         ("num_trained_tokens", np.int64),
+        ("num_cut_tokens", np.int64),
         ("reward", np.float64),
         ("status", np.int8),  # position in STATUSES
         ("has_rollout_log_probs", np.bool_),
@@ -30,7 +31,9 @@ ROW_DTYPE = np.dtype(
 )
 
 
-def entry_of(row: Row, rules: RowRules, *, file: int, place: int, line: int) -> tuple:
+def entry_of(
+    row: Row, rules: RowRules, *, num_cut_tokens: int, file: int, place: int, line: int
+) -> tuple:
     """A checked row as one record of the index, in the order of `ROW_DTYPE`."""
     return (
         file,
@@ -42,6 +45,7 @@ def entry_of(row: Row, rules: RowRules, *, file: int, place: int, line: int) -> 
         len(row.tokens),
         row.response_length,
         num_trained_tokens_of(row),
+        num_cut_tokens,
         reward_of(row, rules),
         STATUSES.index(row.status or "completed"),
         row.rollout_log_probs is not None,

@@ -9,9 +9,18 @@ import numpy as np
 from megatron.rl.samples import RowRules, Sample
 from megatron.rl.sources.row import FLOAT32_MAX, BrokenRuleError, Row, plain
 
+RESPONSE_STREAMS = ("loss_mask", "rollout_log_probs", "ref_log_probs", "values")
+"""Fields of one item per response token."""
 
-def check_row(row: Row, rules: RowRules) -> None:
+
+def check_row(row: Row, rules: RowRules) -> int:
     """Refuse a row that breaks a rule; give `tokens` and `response_length` their one form.
+
+    Where the rules say so, a row that is too long loses the end of its response. It is checked
+    as it was: what is cut off hides no broken rule.
+
+    Returns:
+        How many tokens the row lost.
 
     Raises:
         BrokenRuleError: The first broken rule.
@@ -26,6 +35,7 @@ def check_row(row: Row, rules: RowRules) -> None:
         raise BrokenRuleError(
             "group_index", "must be given: this run takes a prompt's samples together", None
         )
+    return _cut(row, rules.max_length)
 
 
 def reward_of(row: Row, rules: RowRules) -> float:
@@ -60,7 +70,8 @@ def make_sample(row: Row, entry: Mapping[str, Any], origin: str) -> Sample:
 
     Args:
         row: the row.
-        entry: index, group, rollout and reward of the row, as its record in the index has them.
+        entry: index, group, rollout, reward and num_cut_tokens of the row, as its record in the
+            index has them.
         origin: "file:line".
     """
     length = row.response_length
@@ -80,6 +91,7 @@ def make_sample(row: Row, entry: Mapping[str, Any], origin: str) -> Sample:
         values=_array(row.values, np.float32),
         kept_ids=_array(row.rollout_top_p_token_ids, np.int64),
         kept_offsets=_array(row.rollout_top_p_token_offsets, np.int64),
+        num_cut_tokens=int(entry["num_cut_tokens"]),
         prompt=_text(row.prompt),
         response=_text(row.response),
         label=_text(row.label),
@@ -113,9 +125,34 @@ def _check_lengths(row: Row, rules: RowRules) -> None:
     if not 1 <= response < total:
         rule = f"must be at least 1 and less than the number of tokens, {total}"
         raise BrokenRuleError("response_length", rule, response)
-    if rules.max_length is not None and total > rules.max_length:
-        fix = "leave the row out, or raise --max-tokens-per-gpu or --max-position-embeddings"
-        raise BrokenRuleError("tokens", f"must be at most {rules.max_length} ids long", total, fix)
+    if rules.max_length is None or total <= rules.max_length:
+        return
+    fix = "leave the row out, or raise --max-tokens-per-gpu or --max-position-embeddings"
+    if total - response >= rules.max_length:
+        rule = f"must leave room for a response token within {rules.max_length} ids"
+        raise BrokenRuleError("tokens", rule, f"a prompt of {total - response}", fix)
+    if not rules.truncate:
+        rule = f"must be at most {rules.max_length} ids long"
+        raise BrokenRuleError("tokens", rule, total, f"add --truncate-samples, {fix}")
+
+
+def _cut(row: Row, max_length: int | None) -> int:
+    """Take the end of a long response off every stream; the number of tokens taken."""
+    num_cut = 0 if max_length is None else max(len(row.tokens) - max_length, 0)
+    if not num_cut:
+        return 0
+    row.tokens = row.tokens[:max_length]
+    row.response_length -= num_cut
+    row.status = "truncated"
+    for name in RESPONSE_STREAMS:
+        if (stream := getattr(row, name)) is not None:
+            setattr(row, name, stream[: row.response_length])
+    if row.rollout_top_p_token_offsets is not None:
+        row.rollout_top_p_token_offsets = row.rollout_top_p_token_offsets[: row.response_length + 1]
+        row.rollout_top_p_token_ids = row.rollout_top_p_token_ids[
+            : row.rollout_top_p_token_offsets[-1]
+        ]
+    return num_cut
 
 
 def _check_vocabulary(row: Row, rules: RowRules) -> None:
@@ -128,14 +165,14 @@ def _check_vocabulary(row: Row, rules: RowRules) -> None:
 
 def _check_streams(row: Row, rules: RowRules) -> None:
     """Every per-token list has one item per response token; what the run needs is there."""
-    for name, needed in (
-        ("loss_mask", False),
-        ("rollout_log_probs", rules.need_rollout_log_probs),
-        ("ref_log_probs", rules.need_ref_log_probs),
-        ("values", rules.need_values),
-    ):
+    needed = {
+        "rollout_log_probs": rules.need_rollout_log_probs,
+        "ref_log_probs": rules.need_ref_log_probs,
+        "values": rules.need_values,
+    }
+    for name in RESPONSE_STREAMS:
         stream = getattr(row, name)
-        if stream is None and needed:
+        if stream is None and needed.get(name):
             raise BrokenRuleError(name, "must be given: this run trains with it", None)
         if stream is not None and len(stream) != row.response_length:
             rule = f"must have one item per response token, response_length={row.response_length}"

@@ -80,8 +80,9 @@ def scan_part(task: Task) -> Iterator[RowBatch]:
                 continue
             try:
                 row = rows.decode(raw)
-                check_row(row, task.rules)
-                entries.append(entry_of(row, task.rules, file=task.file, place=place, line=line))
+                num_cut = check_row(row, task.rules)
+                origin = {"file": task.file, "place": place, "line": line}
+                entries.append(entry_of(row, task.rules, num_cut_tokens=num_cut, **origin))
             except BrokenRuleError as fault:
                 bad_rows.append(BadRow(error_of(fault, task.path, line), place))
             if len(entries) + len(bad_rows) >= BATCH_ROWS:

@@ -46,6 +46,9 @@ class RolloutSummary:
     statuses: dict[str, int]
     num_masked_samples: int
     """Samples none of whose tokens is trained."""
+    num_cut_samples: int
+    """Samples that were too long and lost the end of their response."""
+    num_cut_tokens: int
     num_with_rollout_log_probs: int
     num_bad_rows: int
 
@@ -71,6 +74,8 @@ class RolloutSummary:
             equal_reward_groups=_equal_reward_groups(rows),
             statuses={name: n for name, n in zip(STATUSES, statuses, strict=True) if n},
             num_masked_samples=int((rows["num_trained_tokens"] == 0).sum()),
+            num_cut_samples=int((rows["num_cut_tokens"] > 0).sum()),
+            num_cut_tokens=int(rows["num_cut_tokens"].sum()),
             num_with_rollout_log_probs=int(rows["has_rollout_log_probs"].sum()),
             num_bad_rows=num_bad_rows,
         )
@@ -91,6 +96,7 @@ class RolloutSummary:
             "reward": f"{_spread(self.reward, '.4g')}, std {self.reward_std:.4g}",
             "equal rewards": f"{self.equal_reward_groups:.1%} of groups (no gradient from them)",
             "masked samples": f"{self.num_masked_samples:,} (no token trained)",
+            "cut samples": f"{self.num_cut_samples:,} ({self.num_cut_tokens:,} tokens cut off)",
             "rollout_log_probs": f"in {self.num_with_rollout_log_probs:,} of {samples:,} samples",
             "bad rows": f"{self.num_bad_rows:,} skipped",
         }

@@ -8,10 +8,11 @@ import torch
 
 from megatron.rl.arguments import resolve
 from megatron.rl.build import check_data, make_source
+from megatron.rl.config import RunConfig
 from megatron.rl.cost import sample_costs
 from megatron.rl.initialize import Grid, World
-from megatron.rl.report import packing_scalars
-from megatron.rl.rollout import plan_rollout
+from megatron.rl.report import packing_scalars, rollout_scalars
+from megatron.rl.rollout import Rollout, plan_rollout
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 
 LENGTHS = (10, 7, 3, 3)
@@ -21,6 +22,19 @@ def grid_of(cp_size: int) -> Grid:
     group = SimpleNamespace(rank=lambda: 0, size=lambda: cp_size)
     world = World(0, 0, 2 * cp_size, launched=True)
     return Grid(world, SimpleNamespace(cp=group), torch.device("cpu"))
+
+
+def planned(tmp_path: Path, flags: str, cp_size: int) -> tuple[RunConfig, Rollout]:
+    """Samples of these lengths, half of each its response, as two replicas train them."""
+    samples = [
+        {"tokens": [1] * length, "response_length": length // 2, "reward": 1.0, "group_index": 0}
+        for length in LENGTHS
+    ]
+    data = write_rollouts(tmp_path / "rollouts.jsonl", samples)
+    argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", *flags.split()]
+    argv += [f"--context-parallel-size={cp_size}", "--no-shuffle"]
+    config = resolve(argv, 2 * cp_size, has_driver=False)
+    return config, plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +67,7 @@ def test_fill_balance_and_padding_of_a_step(
     rows: int,
     tmp_path: Path,
 ) -> None:
-    samples = [
-        {"tokens": [1] * length, "response_length": 1, "reward": 1.0, "group_index": 0}
-        for length in LENGTHS
-    ]
-    data = write_rollouts(tmp_path / "rollouts.jsonl", samples)
-    argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", *flags.split()]
-    argv += [f"--context-parallel-size={cp_size}", "--no-shuffle"]
-    config = resolve(argv, 2 * cp_size, has_driver=False)
-    rollout = plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
+    config, rollout = planned(tmp_path, flags, cp_size)
     scalars = packing_scalars(rollout, rollout.steps[0], config, grid_of(cp_size))
     costs = [sum(sample_costs(lengths, config)) for lengths in ranks]
     expected = {
@@ -72,3 +78,21 @@ def test_fill_balance_and_padding_of_a_step(
     if fill is not None:
         expected["perf/packing_fill"] = fill
     assert scalars == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cp_size", "lengths"),
+    [
+        ("--max-position-embeddings=8", 1, [8, 7, 3, 3]),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu=6", 1, [6, 6, 3, 3]),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu=3", 2, [6, 6, 3, 3]),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu=10", 1, [10, 7, 3, 3]),
+    ],
+)
+def test_samples_are_cut_to_the_model_or_the_pack_and_counted(
+    flags: str, cp_size: int, lengths: list[int], tmp_path: Path
+) -> None:
+    _, rollout = planned(tmp_path, f"{flags} --truncate-samples", cp_size)
+    assert [sample.total_length for sample in rollout.samples] == lengths
+    num_cut = sum(new < old for new, old in zip(lengths, LENGTHS, strict=True))
+    assert dict(rollout_scalars(rollout.samples))["cut_samples"] == num_cut

@@ -335,6 +335,7 @@ WITHOUT_EFFECT = [
     ),
     (f"{ROLLOUT} --global-batch-size 3", 1, "--global-batch-size does not divide"),
     ("--global-batch-size 1", 2, "--global-batch-size is less than the number of model replicas"),
+    ("--truncate-samples", 1, "--truncate-samples has no effect without --max-position-embeddings"),
     ("--finetune", 1, "--finetune has no effect without --load"),
     ("--no-load-optim", 1, "--no-load-optim has no effect without --load"),
     ("--no-load-rng", 1, "--no-load-rng has no effect without --load"),

@@ -45,6 +45,10 @@ BAD_ROWS = {
         {"tokens": list(range(9))},
         ("tokens", "must be at most 8 ids long", "9"),
     ),
+    "a prompt that fills the limit": (
+        {"tokens": list(range(10))},
+        ("tokens", "must leave room for a response token within 8 ids", "a prompt of 8"),
+    ),
     "empty response": (
         {"response_length": 0},
         ("response_length", "must be at least 1 and less than the number of tokens, 5", "0"),
