@@ -7,10 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from slime_loss import PolicyLossConfig
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from slime_loss import PolicyLossConfig, TokenBatch
 
 Way = Literal["loss", "log_probs", "logits", "value"]
-"""What is run: RLHead with its objective; RLHead.log_probs; log_probs_from_logits; value_loss."""
+"""What is run: RLHead with its objective; RLHead.log_probs; log_probs_from_logits; ValueHead."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,42 @@ def policy(*, omits: tuple[str, ...] = (), **fields_of_config: Any) -> Variant:
     return Variant(PolicyLossConfig(**fields_of_config), omits=omits)
 
 
+def row_by_row(
+    log_probs: Tensor, entropy: Tensor | None, batch: TokenBatch, config: Any, *, cp_group: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A custom loss whose gradient can be taken while the logits are there."""
+    return -batch.advantages * log_probs.square(), {"nats": log_probs}
+
+
+row_by_row.row_separable = True
+
+
+def of_whole_pack(
+    log_probs: Tensor, entropy: Tensor | None, batch: TokenBatch, config: Any, *, cp_group: Any
+) -> Tensor:
+    """A custom loss that communicates."""
+    return _over_ranks(batch.advantages, batch, cp_group) * log_probs - 0.1 * entropy
+
+
+def tis_of_whole_pack(
+    train: Tensor, rollout: Tensor, batch: TokenBatch, config: Any, *, cp_group: Any
+) -> tuple[Tensor, Tensor]:
+    """A custom correction that communicates."""
+    difference = train - rollout
+    return _over_ranks(difference, batch, cp_group).exp() + difference, difference < 0.3
+
+
+def _over_ranks(stream: Tensor, batch: TokenBatch, cp_group: Any) -> Tensor:
+    """A sum over all ranks' rows that train, divided by what it can be at most."""
+    total = torch.where(batch.loss_mask, stream, 0.0).sum() / 100
+    if cp_group is not None:
+        dist.all_reduce(total, group=cp_group)
+    return total
+
+
 KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 TIS: dict[str, Any] = {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.8}
+CUSTOM: dict[str, Any] = {"loss_type": "custom_loss"}
 RS: dict[str, Any] = {"use_rs": True, "rs_upper_bound": 1.2}
 
 VARIANTS: dict[str, Variant] = {
@@ -63,6 +101,12 @@ VARIANTS: dict[str, Variant] = {
         policy_objective="gspo", entropy_coef=0.01,
     ),
     "sft": policy(loss_type="sft_loss"),
+    "value": Variant(PolicyLossConfig(loss_type="value_loss"), way="value"),
+    "custom, row by row": policy(**CUSTOM, custom_loss_function_path=f"{__name__}:row_by_row"),
+    "custom, of whole pack": policy(
+        **CUSTOM, custom_loss_function_path=f"{__name__}:of_whole_pack", entropy_coef=0.01
+    ),
+    "custom tis": policy(use_tis=True, custom_tis_function_path=f"{__name__}:tis_of_whole_pack"),
     "log-probs alone": Variant(PolicyLossConfig(), way="log_probs"),
     "logits": Variant(PolicyLossConfig(), way="logits"),
 }  # fmt: skip

@@ -14,9 +14,12 @@ from torch.testing import assert_close
 
 from slime_loss import (
     HeadConfig,
+    LossOutput,
     RLHead,
     SequenceLayout,
     TokenBatch,
+    ValueHead,
+    ValueLossConfig,
     log_probs_from_logits,
     masked_whiten,
     redistribute,
@@ -92,6 +95,9 @@ class Rank:
 
     @property
     def columns(self) -> slice:
+        """The rank's rows of the weight; a value head's one row is whole on every rank."""
+        if self.variant.way == "value":
+            return slice(0, 1)
         width = PADDED_VOCAB // self.case.topology.tp_size
         return slice(self.place.tp_rank * width, (self.place.tp_rank + 1) * width)
 
@@ -140,11 +146,23 @@ class Rank:
         return hidden.chunk(topology.tp_size)[self.place.tp_rank]
 
 
-def _by_objective(rank: Rank, hidden: Tensor, weight: Tensor) -> Loss:
-    output = rank.head()(rank.head_rows(hidden), weight, rank.batch)
+def _reduced(rank: Rank, output: LossOutput) -> Loss:
     rank.place.begin("metrics")
     metrics = numbers(reduce_metrics(output.metrics, rank.place.cp_group))
     return output.loss, metrics, int(output.first_nonfinite_row)
+
+
+def _by_objective(rank: Rank, hidden: Tensor, weight: Tensor) -> Loss:
+    return _reduced(rank, rank.head()(rank.head_rows(hidden), weight, rank.batch))
+
+
+def _by_value(rank: Rank, hidden: Tensor, weight: Tensor) -> Loss:
+    head = ValueHead(
+        ValueLossConfig(),
+        tp_group=rank.place.tp_group,
+        sequence_parallel=rank.case.topology.sequence_parallel,
+    )
+    return _reduced(rank, head(rank.head_rows(hidden), weight, rank.batch))
 
 
 def _by_log_probs(rank: Rank, hidden: Tensor, weight: Tensor) -> Loss:
@@ -175,6 +193,7 @@ WAYS: dict[str, Callable[[Rank, Tensor, Tensor], Loss]] = {
     "loss": _by_objective,
     "log_probs": _by_log_probs,
     "logits": _by_logits,
+    "value": _by_value,
 }
 
 
@@ -215,11 +234,21 @@ def check_equals_unsharded(case: Case, ranks: Sequence[Outcome], expected: Outco
         _assert_same("loss", sum(one.loss for one in of_cp), expected.loss)
         whitened = case.head_layout(0).join(torch.cat([one.whitened for one in of_cp]))
         _assert_same("whitened", whitened, expected.whitened)
+    _check_gradients(case, by_tp, expected)
+
+
+def _check_gradients(case: Case, by_tp: Sequence[Sequence[Outcome]], expected: Outcome) -> None:
+    way, sequence_parallel = VARIANTS[case.variant].way, case.topology.sequence_parallel
     of_weight = [sum(one.grad_weight for one in of_cp) for of_cp in by_tp]
-    _assert_same("gradient of weight", torch.cat(of_weight), expected.grad_weight)
+    if way != "value":
+        of_weight = [torch.cat(of_weight)]
+    elif sequence_parallel:
+        of_weight = [sum(of_weight)]
     of_hidden = [_hidden_gradient(case, of_cp) for of_cp in by_tp]
-    if case.topology.sequence_parallel or VARIANTS[case.variant].way == "logits":
+    if sequence_parallel or way == "logits":
         of_hidden = [sum(of_hidden)]
+    for gradient in of_weight:
+        _assert_same("gradient of weight", gradient, expected.grad_weight)
     for gradient in of_hidden:
         _assert_same("gradient of hidden", gradient, _hidden_gradient(case.unsharded, [expected]))
 
