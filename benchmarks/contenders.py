@@ -18,6 +18,7 @@ from benchmarks.reference import (
     Objective,
     Outcome,
     clipped_policy_loss,
+    sequence_policy_loss,
 )
 from slime_loss import (
     HeadConfig,
@@ -27,6 +28,7 @@ from slime_loss import (
     log_probs_from_hidden,
     policy_loss,
 )
+from slime_loss.policy_config import PolicyObjective
 
 Step = Callable[..., Outcome]
 """The leaves (hidden, weight, or logits) to the outcome."""
@@ -91,11 +93,13 @@ def _outcome(output: LossOutput) -> Outcome:
     return Outcome(output.loss, None if entropy is None else entropy.value)
 
 
-def _head(head: HeadConfig) -> Callable[[Problem], Step]:
+def _head(head: HeadConfig, objective: PolicyObjective | None = None) -> Callable[[Problem], Step]:
     """RLHead with these configs."""
 
     def make(problem: Problem) -> Step:
-        config = PolicyLossConfig(eps_clip=EPS_CLIP, entropy_coef=problem.entropy_coef)
+        config = PolicyLossConfig(
+            policy_objective=objective, eps_clip=EPS_CLIP, entropy_coef=problem.entropy_coef
+        )
         module = RLHead(head, config, vocab_size=problem.case.vocab, tp_group=tp_group(problem))
         return lambda hidden, weight: _outcome(module(hidden, weight, problem.batch))
 
@@ -227,6 +231,14 @@ HEADS = (
         _head(HeadConfig(recompute_loss_function=True)),
         does_entropy=True,
         suits=any_case,
+    ),
+    Contender(
+        "slime_loss gspo",
+        _head(HeadConfig(), "gspo"),
+        "a ratio per sample: log-probs come first",
+        objective=sequence_policy_loss,
+        does_entropy=True,
+        suits=lambda case: case.zeros == 0,
     ),
     Contender(
         "slime_loss log-probs",
