@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.rl.config import LoggingConfig
+    from slime_loss import Histogram
 
 T = TypeVar("T")
 
@@ -143,11 +144,26 @@ class RunFiles:
         self._events.add_text("config", textwrap.indent(resolved_config, "    "), first_step)
         self._events.flush()
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]
+    ) -> None:
         """Record one step in both places; nothing is buffered when this returns."""
         self._metrics.write(step, scalars)
         for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
+        for name, histogram in histograms.items():
+            if histogram.num_entries > 0:
+                self._events.add_histogram_raw(
+                    name,
+                    min=histogram.minimum,
+                    max=histogram.maximum,
+                    num=histogram.num_entries,
+                    sum=histogram.total,
+                    sum_squares=histogram.sum_of_squares,
+                    bucket_limits=histogram.bucket_limits,
+                    bucket_counts=histogram.counts,
+                    global_step=step,
+                )
         self._events.flush()
 
     def close(self) -> None:
@@ -193,13 +209,21 @@ class RunLogger:
                 Path(config.tensorboard_dir), first_step=first_step, resolved_config=resolved_config
             )
 
-    def log_step(self, step: int, scalars: Mapping[str, float], *, console: ConsoleLine) -> None:
+    def log_step(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        *,
+        console: ConsoleLine,
+        histograms: Mapping[str, Histogram] | None = None,
+    ) -> None:
         """Record one optimizer step everywhere.
 
         Args:
             step: 1, 2, 3, ...; larger than any step logged before.
             scalars: further scalars under their TensorBoard names (`train/pg_loss`, ...).
             console: the console line; its numbers are recorded too, under Megatron's names.
+            histograms: by TensorBoard name; TensorBoard alone shows them.
 
         Raises:
             ValueError: the step was logged before, or a name is taken.
@@ -215,7 +239,7 @@ class RunLogger:
             if step % self._log_interval == 0:
                 self._show()
         if self._files is not None:
-            self._files.write(step, {**console.scalars, **scalars})
+            self._files.write(step, {**console.scalars, **scalars}, histograms or {})
 
     def close(self) -> None:
         """Show the steps that wait for their console line and close the files, once."""

@@ -168,6 +168,7 @@ class Trainer:
                 learning_rate=learning_rate,
                 seconds=seconds + log_probs_seconds,
             ),
+            histograms={f"train/{name}": value for name, value in result.histograms.items()},
         )
         limit = self.config.schedule.max_skipped_steps
         if self.progress.skipped_steps > limit:

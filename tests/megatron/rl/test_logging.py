@@ -30,6 +30,7 @@ from megatron.rl.logging import (
     progress,
     setup_messages,
 )
+from slime_loss import Histogram
 
 CONFIG_TEXT = "loss-type: policy_loss\nlr: 1.0e-05\n"
 NAN = math.nan
@@ -176,6 +177,28 @@ class TestRunLogger:
         for name in events.Tags()["scalars"]:
             found = [(event.step, event.value) for event in events.Scalars(name)]
             assert found == [(row["step"], np.float32(row[name])) for row in rows]
+
+    def test_histograms_are_shown_by_tensorboard_alone(self, tmp_path: Path) -> None:
+        found = Histogram(
+            edges=(0.0, 1.0),
+            counts=(1.0, 2.0, 3.0),
+            minimum=-1.0,
+            maximum=4.0,
+            total=9.0,
+            sum_of_squares=41.0,
+        )
+        empty = Histogram((0.0,), (0.0, 0.0), NAN, NAN, 0.0, 0.0)
+        with open_logger(tmp_path) as logger:
+            histograms = {"train/ratio": found, "train/advantages": empty}
+            logger.log_step(1, {}, console=console(1), histograms=histograms)
+        assert set(read_rows(tmp_path)[0]) == {"step", *console(1).scalars}
+        events = read_events(tmp_path)
+        assert events.Tags()["histograms"] == ["train/ratio"]
+        value = events.Histograms("train/ratio")[0].histogram_value
+        assert (value.min, value.max, value.num) == (-1.0, 4.0, 6.0)
+        assert (value.sum, value.sum_squares) == (9.0, 41.0)
+        assert value.bucket == [1.0, 2.0, 3.0]
+        assert list(value.bucket_limit[:2]) == [0.0, 1.0]
 
     def test_what_is_not_finite_is_null(self, tmp_path: Path) -> None:
         values = {"a": NAN, "b": math.inf, "c": -math.inf, "d": -0.5}
