@@ -1,6 +1,7 @@
 """A tiny real model and rollouts for it, made on the spot."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def with_every_field(rows: list[dict] | None = None) -> list[dict]:
         }
         for row in rows or rollout_rows()
     ]
+
+
+def near_uniform(rows: list[dict]) -> list[dict]:
+    """The rows with log-probs of engine and reference model as random weights give them."""
+    draw = random.Random(5)
+
+    def drawn(row: dict) -> list[float]:
+        mean = -math.log(VOCAB_SIZE)
+        return [min(draw.gauss(mean, 0.5), 0.0) for _ in range(row["response_length"])]
+
+    return [row | {"rollout_log_probs": drawn(row), "ref_log_probs": drawn(row)} for row in rows]
 
 
 def write_rollouts(path: Path, rows: list[dict] | None = None) -> Path:
