@@ -1,11 +1,21 @@
 """The first step is the same number on every layout: loss, gradient norm, every metric."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.megatron.rl.running import running
-from tests.megatron.rl.tiny import RUN_FLAGS, write_llama, write_qwen3, write_rollouts
+from tests.megatron.rl.tiny import (
+    RUN_FLAGS,
+    rollout_rows,
+    with_every_field,
+    write_llama,
+    write_qwen3,
+    write_rollouts,
+)
 from tests.spawn import World
 
 POLICY = ["--use-rollout-logprobs", "--entropy-coef=0.01", "--rollout-batch-size=4"]
@@ -50,6 +60,18 @@ TWO_RANKS = {
     "dp2 overlap": ["--overlap-grad-reduce", "--micro-batch-size=3"],
 }
 
+REWARDED = ["--kl-coef=0.1", "--gamma=0.95", "--kl-loss-type=k2"]
+VARIANTS = {
+    "gspo": ["--advantage-estimator=gspo", "--use-rollout-logprobs"],
+    "opsm": ["--use-opsm", "--opsm-delta=0.1", "--use-rollout-logprobs"],
+    "sequence tis": ["--use-tis", "--tis-level=sequence", "--tis-clip=1e6"],
+    "returns with kl": ["--advantage-estimator=reinforce_plus_plus", *REWARDED],
+    "gae": ["--advantage-estimator=ppo", "--lambd=0.9", *REWARDED],
+    "normalized": ["--normalize-advantages", "--use-rollout-logprobs"],
+    "rollout mean": ["--loss-aggregation=rollout_mean", "--use-rollout-logprobs"],
+}
+VARIANT_LAYOUTS = ("cp2 all-gather", "cp2 zigzag", "dp2", "pp2")
+
 
 def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
     """Loss, metrics and gradient norm of the first step on this layout."""
@@ -75,6 +97,36 @@ def flags(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         f"--hf-checkpoint={write(folder / 'hf')}",
         f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl')}",
     ]
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A run whose rows have every field, and whose engine is not far from the policy."""
+    folder = tmp_path_factory.mktemp("varied")
+    model = write_llama(folder / "hf")
+    rows = with_every_field(near(rollout_rows(), model))
+    return [
+        *RUN_FLAGS,
+        "--entropy-coef=0.01",
+        "--rollout-batch-size=4",
+        f"--hf-checkpoint={model}",
+        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl', rows)}",
+    ]
+
+
+def near(rows: list[dict], directory: Path) -> list[dict]:
+    """The rows with log-probs that are the model's own, and some noise."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(2)
+    found = []
+    for row in rows:
+        tokens, length = torch.tensor(row["tokens"]), row["response_length"]
+        with torch.no_grad():
+            log_probs = model(tokens[None]).logits[0].log_softmax(-1)
+        own = log_probs[:-1].gather(1, tokens[1:, None]).squeeze(1)[-length:]
+        moved = own + 0.2 * torch.randn(length, generator=noise)
+        found.append(row | {"rollout_log_probs": moved.clamp(max=0).tolist()})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +156,13 @@ def test_layout_changes_nothing(
 ) -> None:
     for result in worlds[2].run(first_step, 2, [*flags, *TWO_RANKS[name]]):
         assert_same(result, reference, name)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layout_changes_no_variant(worlds: dict[int, World], varied: list[str], name: str) -> None:
+    argv = [*varied, *VARIANTS[name]]
+    [expected] = worlds[1].run(first_step, 1, [*argv, "--micro-batch-size=1"])
+    assert expected["grad_norm"] > 0.01
+    for layout in VARIANT_LAYOUTS:
+        for result in worlds[2].run(first_step, 2, [*argv, *TWO_RANKS[layout]]):
+            assert_same(result, expected, f"{name}, {layout}")
