@@ -85,7 +85,8 @@ def apply_corrections(
     samples = Samples.of(streams.batch, cp_group, needed_by)
     whole = _SampleStage(samples, samples.sums(_summands(streams, config, tokens)), config)
     weights = whole.weights() or tokens.weights
-    rejected, off_policy = whole.rejected(), whole.off_policy()
+    rejected = whole.rejected()
+    off_policy = whole.off_policy() & ~rejected
     accepted = tokens.accepted & ~samples.spread(rejected)
     metrics = _ratio_metrics(streams, config, weights, accepted)
     if config.use_opsm:
@@ -199,7 +200,7 @@ class _SampleStage:
         return rejected
 
     def off_policy(self) -> Tensor:
-        """[S], the samples that use_opsm drops; a count cannot turn the sign of an advantage."""
+        """[S], the samples that use_opsm drops; a mean advantage has the sign of the sum."""
         if not self.config.use_opsm:
             return torch.zeros_like(self.samples.num_tokens, dtype=torch.bool)
         drift = -self.sums["log_ratio"].detach() / self._num_accepted()

@@ -118,7 +118,7 @@ def correct(log_probs: Tensor, batch: TokenBatch, config: PolicyLossConfig) -> C
     singly, whole = _rejected(rows)
     left = [row for row in rows.sample if row not in singly]
     drift = old_log_probs(log_probs, batch, config) - log_probs.detach()
-    off_policy = _off_policy(rows, left, batch.advantages.tolist(), drift.tolist())
+    off_policy = _off_policy(rows, left, batch.advantages.tolist(), drift.tolist()) - whole
     weights, clipped = _weights(rows, left)
 
     metrics = _ratio_metrics(batch, config, list(rows.sample), singly | whole, weights, clipped)
