@@ -169,7 +169,12 @@ class PolicyLossConfig(CheckedConfig):
     def _correction_rules(self) -> Iterator[Rule]:
         low, high, threshold = self.tis_clip_low, self.tis_clip, self.rs_veto_threshold
         yield high > 0, "tis_clip", "must be > 0", "use 2.0"
-        yield 0 <= low <= high, "tis_clip_low", f"must be in [0, tis_clip {high}]", "use 0.0"
+        yield (
+            high <= 0 or 0 <= low <= high,
+            "tis_clip_low",
+            f"must be in [0, tis_clip {high}]",
+            "use 0.0",
+        )
         yield self.rs_upper_bound > 0, "rs_upper_bound", "must be > 0", "use 2.0"
         yield (
             self.rs_upper_bound <= 0 or 0 <= self.rejection_low <= self.rs_upper_bound,
