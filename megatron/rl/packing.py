@@ -7,10 +7,13 @@ another does not have. The dearest sample first to the cheapest rank is Graham's
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 NUM_SHOWN = 10
+AS_GOOD_AS_EVEN = 1.001
+"""A dearest rank within this of the least there can be is not improved on."""
 
 Pack = list[int]
 """Positions of the samples of one micro-batch, ascending; may be empty."""
@@ -66,16 +69,9 @@ def plan_micro_batches(
     _check_arguments(lengths, costs, dp_size, max_tokens, micro_batch_size, multiple_of)
     capacity = micro_batch_size if max_tokens is None else max_tokens
     sizes = [1] * len(lengths) if max_tokens is None else lengths
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -costs[i], i))
-    tight = _best_fit(order, sizes, capacity)
-    packs_per_rank = -(-max(1, len(tight)) // (dp_size * multiple_of)) * multiple_of
-    for choose in (_roomiest, _tightest):
-        rooms = [[(capacity, pack) for pack in range(packs_per_rank)] for _ in range(dp_size)]
-        plan = _level(order, sizes, costs, rooms, choose)
-        if plan is not None:
-            return _in_order(plan, costs)
-    empty = [[] for _ in range(packs_per_rank * dp_size - len(tight))]
-    return _in_order(_deal(tight + empty, costs, dp_size), costs)
+    samples = _Samples(sizes, costs, capacity)
+    plan = _evenest(_plans(samples, dp_size, multiple_of), costs)
+    return _in_order(plan, costs)
 
 
 def balance_of(
@@ -118,50 +114,81 @@ def steps_of(num_samples: int, global_batch_size: int) -> list[list[int]]:
     return [list(range(i, min(i + global_batch_size, num_samples))) for i in starts]
 
 
-def _best_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[Pack]:
+@dataclass(frozen=True)
+class _Samples:
+    """What is packed.
+
+    Args:
+        sizes: how much of a pack each sample takes, [N]: its tokens, or 1.
+        costs: [N].
+        capacity: what a pack holds.
+    """
+
+    sizes: Sequence[int]
+    costs: Sequence[int]
+    capacity: int
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Positions, the largest first."""
+        positions = range(len(self.sizes))
+        return sorted(positions, key=lambda i: (-self.sizes[i], -self.costs[i], i))
+
+
+def _evenest(plans: Iterable[list[list[Pack]]], costs: Sequence[int]) -> list[list[Pack]]:
+    """The plan whose dearest rank is the cheapest; the first that is as good as even will do."""
+    evenest: tuple[int, list[list[Pack]]] | None = None
+    for plan in plans:
+        ranks = [sum(_total(pack, costs) for pack in rank) for rank in plan]
+        if evenest is None or max(ranks) < evenest[0]:
+            evenest = (max(ranks), plan)
+        least = max(sum(ranks) / len(ranks), max(costs, default=0))
+        if evenest[0] <= AS_GOOD_AS_EVEN * least:
+            break
+    assert evenest is not None, "packs can always be dealt"
+    return evenest[1]
+
+
+def _plans(samples: _Samples, dp_size: int, multiple_of: int) -> Iterator[list[list[Pack]]]:
+    """Plans of as few micro-batches as best fit needs, the one whose packs fill evenly first."""
+    tight = _best_fit(samples)
+    packs_per_rank = -(-max(1, len(tight)) // (dp_size * multiple_of)) * multiple_of
+    plan = _level(samples, dp_size, packs_per_rank)
+    if plan is not None:
+        yield plan
+    empty = [[] for _ in range(packs_per_rank * dp_size - len(tight))]
+    yield _deal(tight + empty, samples.costs, dp_size)
+
+
+def _best_fit(samples: _Samples) -> list[Pack]:
     """Best-fit decreasing: each sample into the fullest pack that still holds it."""
     packs: list[Pack] = []
     rooms: Rooms = []
-    for position in order:
-        size = sizes[position]
+    for position in samples.order:
+        size = samples.sizes[position]
         found = bisect_left(rooms, (size, 0))
         if found < len(rooms):
             left, pack = rooms.pop(found)
         else:
-            left, pack = capacity, len(packs)
+            left, pack = samples.capacity, len(packs)
             packs.append([])
         packs[pack].append(position)
         insort(rooms, (left - size, pack))
     return packs
 
 
-def _roomiest(rooms: Rooms, _size: int) -> int:
-    """Fills the packs of a rank evenly."""
-    return len(rooms) - 1
-
-
-def _tightest(rooms: Rooms, size: int) -> int:
-    """Keeps large rooms for large samples: needed where packs must be filled to the brim."""
-    return bisect_left(rooms, (size, 0))
-
-
-def _level(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    costs: Sequence[int],
-    rooms: list[Rooms],
-    choose: Callable[[Rooms, int], int],
-) -> list[list[Pack]] | None:
-    """Each sample to the cheapest rank that has room for it, there into the pack `choose` says.
+def _level(samples: _Samples, dp_size: int, packs_per_rank: int) -> list[list[Pack]] | None:
+    """Each sample to the cheapest rank that has room for it, there into the roomiest pack.
 
     Returns:
         plan[rank][pack], or None where some sample finds no room.
     """
-    plan: list[list[Pack]] = [[[] for _ in of_rank] for of_rank in rooms]
-    open_ranks = [(0, rank) for rank in range(len(rooms))]
+    plan: list[list[Pack]] = [[[] for _ in range(packs_per_rank)] for _ in range(dp_size)]
+    rooms = [[(samples.capacity, pack) for pack in range(packs_per_rank)] for _ in range(dp_size)]
+    open_ranks = [(0, rank) for rank in range(dp_size)]
     closed: list[tuple[int, int, int]] = []  # (-largest room, load, rank): too full for now
-    for position in order:
-        size = sizes[position]
+    for position in samples.order:
+        size = samples.sizes[position]
         while closed and -closed[0][0] >= size:
             heapq.heappush(open_ranks, heapq.heappop(closed)[1:])
         while open_ranks and rooms[open_ranks[0][1]][-1][0] < size:
@@ -170,10 +197,10 @@ def _level(
         if not open_ranks:
             return None
         load, rank = open_ranks[0]
-        left, pack = rooms[rank].pop(choose(rooms[rank], size))
+        left, pack = rooms[rank].pop()
         plan[rank][pack].append(position)
         insort(rooms[rank], (left - size, pack))
-        heapq.heapreplace(open_ranks, (load + costs[position], rank))
+        heapq.heapreplace(open_ranks, (load + samples.costs[position], rank))
     return plan
 
 

@@ -63,6 +63,28 @@ def test_packs_that_only_just_fit_are_found() -> None:
     assert plan == [[[0, 2], [1, 3, 4]]]
 
 
+def test_ranks_that_only_just_hold_their_samples_are_found() -> None:
+    """3 + 3 + 2 and 4 + 4 fill 8 each; the cheapest rank first would need 4 + 3 + 2 = 9."""
+    plan = plan_micro_batches([4, 2, 3, 3, 4], dp_size=2, max_tokens=8)
+    assert plan == [[[0, 4]], [[1, 2, 3]]]
+
+
+def test_a_rank_that_is_too_full_for_one_sample_takes_a_smaller_one() -> None:
+    """{6} and {4, 4}: 3 does not fit beside the latter, so {6, 3}; then 2 to the cheaper rank."""
+    lengths = [4, 4, 6, 2, 3]
+    squares = [length * length for length in lengths]
+    plan = plan_micro_batches(lengths, dp_size=2, costs=squares, max_tokens=10)
+    assert plan == [[[2, 4]], [[0, 1, 3]]]
+
+
+def test_the_more_even_of_two_plans_is_taken() -> None:
+    """The cheapest rank first gives 81 + 49 + 16 = 146 to one, dealing best fit's packs 81 + 64."""
+    lengths = [9, 4, 8, 7, 8]
+    squares = [length * length for length in lengths]
+    plan = plan_micro_batches(lengths, dp_size=2, costs=squares, max_tokens=11)
+    assert plan == [[[0], [4]], [[1, 3], [2]]]
+
+
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=40),
