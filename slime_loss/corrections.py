@@ -82,7 +82,13 @@ def apply_corrections(
         metrics = _ratio_metrics(streams, config, tokens.weights, tokens.accepted)
         weight = None if tokens.weights is None else tokens.weights.weight
         return Correction(tokens.accepted, weight, None, metrics)
-    samples = Samples.of(streams.batch, cp_group, needed_by)
+    return _correct_samples(streams, config, tokens, Samples.of(streams.batch, cp_group, needed_by))
+
+
+def _correct_samples(
+    streams: Streams, config: PolicyLossConfig, tokens: "_TokenStage", samples: Samples
+) -> Correction:
+    """The correction of a config that looks at whole samples."""
     whole = _SampleStage(samples, samples.sums(_summands(streams, config, tokens)), config)
     weights = whole.weights() or tokens.weights
     rejected = whole.rejected()
