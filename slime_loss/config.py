@@ -155,8 +155,9 @@ class HeadConfig(CheckedConfig):
     log_probs_chunk_size: int | None = None
     """Rows of logits computed at a time. Default: as many as log_probs_memory_mb holds."""
 
-    log_probs_memory_mb: int = 64
-    """Memory for logits at any one time, in MiB on each rank."""
+    log_probs_memory_mb: int | None = None
+    """Memory for logits at any one time, in MiB on each rank. Default: what makes the matrix
+    products fast."""
 
     recompute_loss_function: bool = False
     """Keep nothing of the loss for the backward but the hidden states, and compute the logits
@@ -164,7 +165,7 @@ class HeadConfig(CheckedConfig):
 
     def rules(self) -> Iterator[Rule]:
         """Ranges."""
-        chunk = self.log_probs_chunk_size
+        chunk, memory = self.log_probs_chunk_size, self.log_probs_memory_mb
         yield self.rollout_temperature > 0, "rollout_temperature", "must be > 0", "use 1.0"
         yield (
             chunk is None or chunk >= 1,
@@ -172,4 +173,9 @@ class HeadConfig(CheckedConfig):
             "must be >= 1",
             "use 1024, or leave it out",
         )
-        yield self.log_probs_memory_mb >= 1, "log_probs_memory_mb", "must be >= 1", "use 64"
+        yield (
+            memory is None or memory >= 1,
+            "log_probs_memory_mb",
+            "must be >= 1",
+            "use 64, or leave it out",
+        )

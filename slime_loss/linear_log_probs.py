@@ -4,9 +4,6 @@ Only rows that have a label are projected, a chunk of rows at a time. The backwa
 chunk's logits again: as many chunks are kept as the memory budget allows, the others recomputed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -14,18 +11,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from slime_loss.batch import KeptIds, TokenLogProbs
-from slime_loss.collectives import (
-    AutogradContext,
-    all_gather_rows,
-    all_reduce_sum_,
-    group_size,
-    reduce_scatter_rows,
-)
-from slime_loss.log_probs import check_rows_and_labels, checked_chunk_rows, compute_dtype
-from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals, VocabSoftmax
-
-# Of the weight, or of its gradient, held in another precision at any one time.
-_BLOCK_BYTES = 8 * 2**20
+from slime_loss.collectives import AutogradContext
+from slime_loss.gradient_sums import GradientSums
+from slime_loss.head_call import HeadCall, HeadInputs, HeadOptions, prepare_call
+from slime_loss.projection import Projection
+from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals
 
 
 def log_probs_from_hidden(  # noqa: PLR0913
@@ -41,7 +31,7 @@ def log_probs_from_hidden(  # noqa: PLR0913
     keep_mask: Bool[Tensor, "tokens columns"] | KeptIds | None = None,
     entropy: EntropyMode = "none",
     chunk_rows: int | None = None,
-    memory_bytes: int = 64 * 2**20,
+    memory_bytes: int | None = None,
 ) -> TokenLogProbs:
     """Log-probability of each row's label, and the entropy of each row, of hidden @ weight.T.
 
@@ -67,8 +57,8 @@ def log_probs_from_hidden(  # noqa: PLR0913
             them and the label's own. The entropy stays that of the full vocabulary.
         entropy: "none", "metric" (a value without gradient) or "loss" (with gradient).
         chunk_rows: Rows projected at a time; None takes as many as memory_bytes allow.
-        memory_bytes: What logits and temporaries of their size may hold at any one time; it
-            decides how many chunks are kept for the backward.
+        memory_bytes: What logits and their gradients may hold at any one time; it decides how many
+            chunks are kept for the backward. None takes what makes the products fast.
 
     Returns:
         log_probs [T] and entropy [T] (None if not asked for), in nats.
@@ -76,199 +66,61 @@ def log_probs_from_hidden(  # noqa: PLR0913
     Raises:
         ValueError: A shape or option that cannot be, or a label outside the vocabulary.
     """
-    check_rows_and_labels(
-        "hidden", hidden, labels, group_size(tp_group) if sequence_parallel else 1
-    )
-    _check_weight(hidden, weight, bias)
-    softmax = VocabSoftmax(
-        labels,
-        weight.shape[0],
-        compute_dtype(hidden.dtype),
-        SoftmaxOptions(tp_group, vocab_size, temperature, keep_mask, entropy),
-    )
-    plan = _plan_chunks(softmax, checked_chunk_rows(chunk_rows), memory_bytes)
-    if not (torch.is_grad_enabled() and any(_requires_grad(hidden, weight, bias))):
-        plan = replace(plan, num_kept=0)
-    head = _Head(softmax, plan, tp_group, sequence_parallel)
-    return TokenLogProbs(*_LinearLogProbs.apply(hidden, weight, bias, head))
+    options = HeadOptions(sequence_parallel, chunk_rows, memory_bytes)
+    inputs = HeadInputs(hidden, weight, bias)
+    softmax = SoftmaxOptions(tp_group, vocab_size, temperature, keep_mask, entropy)
+    return project(inputs, prepare_call(inputs, labels, softmax, options))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How the labelled rows are worked through: the first `num_kept` chunks' logits are kept."""
-
-    chunk_rows: int
-    num_kept: int
-
-
-def _plan_chunks(softmax: VocabSoftmax, chunk_rows: int | None, memory_bytes: int) -> _Plan:
-    """Chunks whose working buffers, with what is kept beside them, hold memory_bytes or less."""
-    row_bytes = max(softmax.num_columns, 1) * softmax.dtype.itemsize
-    if chunk_rows is None:
-        chunk_rows = max(memory_bytes // ((softmax.working_buffers + 1) * row_bytes), 1)
-    chunk_bytes = min(chunk_rows, max(softmax.num_rows, 1)) * row_bytes
-    return _Plan(chunk_rows, max(memory_bytes // chunk_bytes - softmax.working_buffers, 0))
-
-
-@dataclass(frozen=True)
-class _Head:
-    """One call: which rows are projected, in which chunks, and over which ranks."""
-
-    softmax: VocabSoftmax
-    plan: _Plan
-    tp_group: ProcessGroup | None
-    sequence_parallel: bool
-
-    def labelled_rows(self, hidden: Tensor) -> Tensor:
-        """[n, H], the rows that have a label, of all ranks' rows."""
-        if self.sequence_parallel:
-            hidden = all_gather_rows(hidden, self.tp_group)
-        return self.softmax.take(hidden)
-
-    def hidden_gradient(self, labelled: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of `hidden`, from this rank's part [n, H] of it at the labelled rows."""
-        if self.sequence_parallel:
-            # The ranks' slices hold unequal numbers of labelled rows, so every row travels.
-            every_row = self.softmax.spread(labelled, labelled.dtype)
-            return reduce_scatter_rows(every_row, self.tp_group).to(dtype)
-        all_reduce_sum_(labelled, self.tp_group)
-        return self.softmax.spread(labelled, dtype)
+def project(inputs: HeadInputs, call: HeadCall) -> TokenLogProbs:
+    """`log_probs_from_hidden` of a call that is prepared."""
+    return TokenLogProbs(*_LinearLogProbs.apply(*inputs, call))
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
+        ctx: AutogradContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall
     ) -> tuple[Tensor, Tensor | None]:
-        softmax = head.softmax
-        features = head.labelled_rows(hidden)
-        projection = _Projection(softmax, features, weight, bias)
+        softmax, plan = call.softmax, call.plan
+        projection = call.projection(HeadInputs(hidden, weight, bias))
+        chunks = softmax.rows.chunks(plan.chunk_rows)
+        num_kept = plan.num_kept
+        kept = [projection.empty_logits(chunk.stop - chunk.start) for chunk in chunks[:num_kept]]
+        reused = projection.empty_logits(chunks[0].stop if num_kept < len(chunks) else 0)
         statistics: list[Tensor] = []
-        kept: list[Tensor] = []
-        for chunk in softmax.chunks(head.plan.chunk_rows):
-            scaled = projection.scaled_logits(chunk)
-            statistics.append(softmax.statistics(scaled, chunk))
-            if len(kept) < head.plan.num_kept:
-                kept.append(scaled)
+        for number, chunk in enumerate(chunks):
+            out = kept[number] if number < num_kept else reused[: chunk.stop - chunk.start]
+            statistics.append(softmax.statistics(projection.logits(chunk, out), chunk))
         log_probs, totals = softmax.merge(torch.cat(statistics))
-        ctx.head, ctx.hidden_dtype = head, hidden.dtype
-        ctx.save_for_backward(features, weight, bias, *totals, *kept)
-        return softmax.results(ctx, log_probs, totals)
+        ctx.call, ctx.dtype = call, hidden.dtype
+        ctx.save_for_backward(projection.features, weight, bias, *totals, *kept)
+        result = softmax.results(log_probs, totals.entropy)
+        softmax.mark(ctx, result[1])
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad_log_probs: Tensor, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        head: _Head = ctx.head
-        softmax = head.softmax
+        call: HeadCall = ctx.call
+        softmax = call.softmax
         features, weight, bias, *saved = ctx.saved_tensors
         totals, kept = Totals(*saved[: len(Totals._fields)]), saved[len(Totals._fields) :]
-        projection = _Projection(softmax, features, weight, bias)
-        gradients = projection.zero_gradients(ctx.needs_input_grad[:3])
-        upstream = softmax.upstream(grad_log_probs, grad_entropy)
-        for number, chunk in enumerate(softmax.chunks(head.plan.chunk_rows)):
-            is_kept = number < len(kept)
-            scaled = kept[number] if is_kept else projection.scaled_logits(chunk)
-            # No name for the gradient: it must not outlive its turn, the next chunk needs the room.
-            projection.accumulate_(
-                gradients, softmax.gradient(scaled, chunk, totals, upstream), chunk
-            )
-        grad_hidden, grad_weight, grad_bias = gradients
-        return (
-            None if grad_hidden is None else head.hidden_gradient(grad_hidden, ctx.hidden_dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-        )
-
-
-@dataclass(frozen=True)
-class _Projection:
-    """The logits features @ weight.T + bias of a rank, and the gradients of the three.
-
-    Products are accumulated in the softmax's dtype. Operands of a lower precision are worked on
-    in blocks of the vocabulary, so that no copy of the weight, or of its size, is made.
-    """
-
-    softmax: VocabSoftmax
-    features: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def scaled_logits(self, chunk: slice) -> Float[Tensor, "rows columns"]:
-        """Logits / temperature of a chunk of the labelled rows, without padding columns."""
-        features, num_columns = self.features[chunk], self.softmax.num_columns
-        shape = (features.shape[0], num_columns)
-        logits = torch.empty(shape, dtype=self.softmax.dtype, device=features.device)
-        for block in self._blocks():
-            _add_product_(logits[:, block], features, self.weight[block].t(), beta=0)
-        if self.bias is not None:
-            logits += self.bias[:num_columns]
-        return self.softmax.scale(logits, chunk)
-
-    def zero_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Zeros for the gradients of features, weight and bias, as far as they are needed."""
-        tensors = (self.features, self.weight, self.bias)
-        return [
-            torch.zeros_like(tensor, dtype=self.softmax.dtype)
-            if is_needed and tensor is not None
-            else None
-            for tensor, is_needed in zip(tensors, needed, strict=True)
-        ]
-
-    def accumulate_(
-        self, gradients: Sequence[Tensor | None], grad_logits: Tensor, chunk: slice
-    ) -> None:
-        """Add what a chunk's logits contribute to the gradients."""
-        grad_features, grad_weight, grad_bias = gradients
-        for block in self._blocks():
-            grad_block = grad_logits[:, block]
-            if grad_features is not None:
-                _add_product_(grad_features[chunk], grad_block, self.weight[block])
-            if grad_weight is not None:
-                _add_product_(grad_weight[block], grad_block.t(), self.features[chunk])
-            if grad_bias is not None:
-                grad_bias[block] += grad_block.sum(0)
-
-    def _blocks(self) -> list[slice]:
-        num_columns, size = self.softmax.num_columns, max(self.softmax.num_columns, 1)
-        if self.weight.dtype != self.softmax.dtype:
-            row_bytes = max(self.weight.shape[1], 1) * self.softmax.dtype.itemsize
-            size = max(_BLOCK_BYTES // row_bytes, 1)
-        starts = range(0, num_columns, size)
-        return [slice(start, min(start + size, num_columns)) for start in starts]
-
-
-def _add_product_(out: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> None:
-    """out = beta * out + left @ right, accumulated in out's dtype."""
-    if out.is_cuda and right.dtype != out.dtype:
-        # Tensor cores multiply in the lower precision and accumulate in float32.
-        product = torch.mm(left.to(right.dtype), right, out_dtype=out.dtype)
-        out.mul_(beta).add_(product) if beta else out.copy_(product)
-    else:
-        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=beta)
-
-
-def _requires_grad(*tensors: Tensor | None) -> list[bool]:
-    return [tensor is not None and tensor.requires_grad for tensor in tensors]
-
-
-def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            "weight must be [V/tp, H] with the H of hidden: "
-            f"weight.shape={tuple(weight.shape)}, hidden.shape={tuple(hidden.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            "bias must have one number per row of weight: "
-            f"bias.shape={tuple(bias.shape)}, weight.shape={tuple(weight.shape)}"
-        )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
-            raise ValueError(
-                f"{name} must have the dtype and device of hidden: "
-                f"{name} is {tensor.dtype} on {tensor.device}, "
-                f"hidden is {hidden.dtype} on {hidden.device}"
-            )
+        projection = Projection(softmax, features, weight, bias)
+        main_grad = call.main_grad(weight)
+        is_summed_there = main_grad is not None and main_grad.dtype == softmax.dtype
+        weight_sum = main_grad if is_summed_there else None
+        sums = GradientSums(projection, call.plan, ctx.needs_input_grad[:3], weight_sum)
+        facts = softmax.facts(totals, softmax.upstream(grad_log_probs, grad_entropy))
+        for number, chunk in enumerate(softmax.rows.chunks(call.plan.chunk_rows)):
+            if not facts.at(chunk).coefficients.has_any():
+                continue
+            room = sums.room(chunk.stop - chunk.start)
+            logits = kept[number] if number < len(kept) else projection.logits(chunk, room)
+            sums.add(logits, facts.at(chunk))
+        gradients = sums.total()
+        if main_grad is not None and gradients.weight is not None and not is_summed_there:
+            main_grad.add_(gradients.weight)
+        return *call.handed_over(gradients, weight, ctx.dtype), None

@@ -59,17 +59,12 @@ def log_probs_from_logits(  # noqa: PLR0913
     softmax = VocabSoftmax(
         labels,
         logits.shape[1],
-        compute_dtype(logits.dtype),
+        logits.dtype,
         SoftmaxOptions(tp_group, vocab_size, temperature, keep_mask, entropy),
     )
     row_bytes = max(softmax.num_columns, 1) * softmax.dtype.itemsize
     chunk_rows = checked_chunk_rows(chunk_rows) or max(_CHUNK_BYTES // row_bytes, 1)
     return TokenLogProbs(*_LogProbs.apply(logits, softmax, chunk_rows, reuse_logits))
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What to compute and accumulate in for inputs of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_rows_and_labels(name: str, rows: Tensor, labels: Tensor, shards: int = 1) -> None:
@@ -112,15 +107,18 @@ class _LogProbs(torch.autograd.Function):
         chunk_rows: int,
         reuse_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        columns = logits[:, : softmax.num_columns]
         statistics = [
-            softmax.statistics(_scaled(softmax, logits, chunk), chunk)
-            for chunk in softmax.chunks(chunk_rows)
+            softmax.statistics(softmax.rows.take(columns, chunk), chunk)
+            for chunk in softmax.rows.chunks(chunk_rows)
         ]
         log_probs, totals = softmax.merge(torch.cat(statistics))
         ctx.softmax, ctx.chunk_rows = softmax, chunk_rows
         ctx.reuse_logits, ctx.is_spent = reuse_logits, False
         ctx.save_for_backward(logits, *totals)
-        return softmax.results(ctx, log_probs, totals)
+        result = softmax.results(log_probs, totals.entropy)
+        softmax.mark(ctx, result[1])
+        return result
 
     @staticmethod
     @once_differentiable
@@ -133,19 +131,19 @@ class _LogProbs(torch.autograd.Function):
                 "the gradient has replaced the logits: reuse_logits=True"
             )
         ctx.is_spent = ctx.reuse_logits
-        logits, *totals = ctx.saved_tensors
+        logits, *saved = ctx.saved_tensors
         softmax: VocabSoftmax = ctx.softmax
-        upstream = softmax.upstream(grad_log_probs, grad_entropy)
-        gradient = logits if ctx.reuse_logits else torch.zeros_like(logits)
-        columns = gradient[:, : softmax.num_columns]
-        for chunk in softmax.chunks(ctx.chunk_rows):
-            scaled = _scaled(softmax, logits, chunk)
-            softmax.put_(columns, softmax.gradient(scaled, chunk, Totals(*totals), upstream), chunk)
-        if ctx.reuse_logits:
-            gradient[:, softmax.num_columns :] = 0
-            gradient.index_fill_(0, softmax.other_rows, 0)
+        facts = softmax.facts(Totals(*saved), softmax.upstream(grad_log_probs, grad_entropy))
+        gradient = logits if ctx.reuse_logits else torch.empty_like(logits)
+        gradient[:, softmax.num_columns :] = 0
+        gradient.index_fill_(0, softmax.rows.others, 0)
+        source, target = (tensor[:, : softmax.num_columns] for tensor in (logits, gradient))
+        fits = len(softmax.rows) == len(target) and target.dtype == softmax.dtype
+        for chunk in softmax.rows.chunks(ctx.chunk_rows):
+            values = softmax.rows.take(source, chunk).to(softmax.dtype)
+            out = target[chunk] if fits else values
+            every = torch.arange(len(values), device=values.device)
+            softmax.form_gradient_(out, values, every, facts.at(chunk))
+            if not fits:
+                softmax.rows.put_(target, out, chunk)
         return gradient, None, None, None
-
-
-def _scaled(softmax: VocabSoftmax, logits: Tensor, chunk: slice) -> Tensor:
-    return softmax.scale(softmax.take(logits[:, : softmax.num_columns], chunk), chunk)

@@ -1,4 +1,4 @@
-"""Softmax of chosen rows over a vocabulary that a tensor-parallel group shares out.
+"""Softmax of labelled rows over a vocabulary that a tensor-parallel group shares out.
 
 The arithmetic of log-probs, entropy and their gradient, one chunk of rows at a time, for logits
 wherever they come from; u = logits / temperature. Each rank reduces its columns to a few numbers
@@ -14,14 +14,21 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slime_loss.batch import IGNORED_LABEL, KeptIds
+from slime_loss.batch import KeptIds
 from slime_loss.collectives import AutogradContext, all_gather_rows, group_rank, group_size
-from slime_loss.row_sums import merge_ranks, reduce_columns, weighted_exp
+from slime_loss.labelled_rows import LabelledRows
+from slime_loss.row_sums import (
+    GradientTerms,
+    Temperature,
+    compute_dtype,
+    form_gradient_,
+    merge_ranks,
+    row_blocks,
+    row_statistics,
+)
 
 EntropyMode = Literal["none", "metric", "loss"]
 """none: not computed; metric: a value without gradient; loss: a value with gradient."""
-
-_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -48,21 +55,76 @@ class Totals(NamedTuple):
     full_sum: Tensor
     entropy: Tensor | None
 
+    def at(self, rows: slice | Int64[Tensor, " chosen"]) -> "Totals":
+        """Those of some of the rows."""
+        return Totals(
+            self.policy_max[rows],
+            self.policy_sum[rows],
+            self.full_max[rows],
+            self.full_sum[rows],
+            None if self.entropy is None else self.entropy[rows],
+        )
+
+
+class Coefficients(NamedTuple):
+    """The gradients of the loss with respect to log-probs and entropy, [n] each.
+
+    Where the entropy has no gradient its coefficients are None.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+    def at(self, rows: slice | Int64[Tensor, " chosen"]) -> "Coefficients":
+        """Those of some of the rows."""
+        return Coefficients(
+            self.log_probs[rows], None if self.entropy is None else self.entropy[rows]
+        )
+
+    def has_any(self) -> bool:
+        """Whether any row has a gradient."""
+        return bool(self._is_active().any())
+
+    def active(self) -> Int64[Tensor, " active"]:
+        """The rows that have any gradient."""
+        return self._is_active().nonzero().squeeze(1)
+
+    def _is_active(self) -> Tensor:
+        is_active = self.log_probs != 0
+        return is_active if self.entropy is None else is_active | (self.entropy != 0)
+
+
+class RowFacts(NamedTuple):
+    """What the gradient of some rows of logits is made of, [c] each.
+
+    Attributes:
+        rows: Which of the labelled rows they are.
+        totals: Of these rows.
+        coefficients: Of these rows.
+    """
+
+    rows: Tensor
+    totals: Totals
+    coefficients: Coefficients
+
+    def at(self, chosen: slice | Int64[Tensor, " chosen"]) -> "RowFacts":
+        """Those of some of the rows."""
+        return RowFacts(self.rows[chosen], self.totals.at(chosen), self.coefficients.at(chosen))
+
 
 class VocabSoftmax:
     """The softmax of the rows of one call that have a label.
 
-    All ranks of the group pass the same labels and options. So they choose the same rows and cut
-    the same chunks, and whatever is sized by them agrees over the group without asking.
+    All ranks of the group pass the same labels and options, and so agree on rows and numbers.
 
     Args:
         labels: [T], vocabulary ids; -100 at rows that are not asked for.
         num_columns: This rank's columns, padding included.
-        dtype: What to compute in.
+        dtype: The dtype of the logits or of what they are made from.
         options: What is asked for.
 
     Attributes:
-        rows: [n], the rows that have a label.
+        rows: The rows that have a label.
         num_columns: This rank's columns of the true vocabulary; those behind are padding.
         dtype: What is computed in.
 
@@ -81,83 +143,57 @@ class VocabSoftmax:
         self._first_column = group_rank(self._group) * num_columns
         vocab_size = _checked_vocab_size(options.vocab_size, num_columns * group_size(self._group))
         self.num_columns = min(max(vocab_size - self._first_column, 0), num_columns)
-        self.dtype = dtype
-        self._num_tokens = labels.shape[0]
-        self.rows, self._labels = _labelled_rows(labels, vocab_size)
+        self.dtype = compute_dtype(dtype)
+        self.rows = LabelledRows(labels, vocab_size)
         self._temperature = self._checked_temperature(options.temperature)
-        self._keep_mask = _checked_keep_mask(options.keep_mask, self._num_tokens, num_columns)
+        self._keep_mask = _checked_keep_mask(options.keep_mask, labels.shape[0], num_columns)
         self._entropy = _checked_entropy(options.entropy)
+        columns = self.rows.labels - self._first_column
+        is_here = (columns >= 0) & (columns < self.num_columns)
+        self._label_columns = torch.where(is_here, columns, -1)
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows that have a label."""
-        return self.rows.shape[0]
-
-    @property
-    def working_buffers(self) -> int:
-        """How many [c, num_columns] there are at most while a chunk is worked on."""
-        logits_and_temporaries, masked_and_masks = 3, 2
-        return logits_and_temporaries + (0 if self._keep_mask is None else masked_and_masks)
-
-    @property
-    def other_rows(self) -> Int64[Tensor, " others"]:
-        """The rows that have no label."""
-        is_other = torch.ones(self._num_tokens, dtype=torch.bool, device=self.rows.device)
-        return is_other.index_fill_(0, self.rows, False).nonzero().squeeze(1)
-
-    def chunks(self, chunk_rows: int) -> list[slice]:
-        """Slices of the chosen rows, at most `chunk_rows` each; an empty one where none is."""
-        starts = range(0, max(self.num_rows, 1), chunk_rows)
-        return [slice(start, min(start + chunk_rows, self.num_rows)) for start in starts]
-
-    def take(self, tensor: Tensor, chunk: slice = _ALL) -> Tensor:
-        """The chosen rows of a [T, ...] tensor; a view of it where every row is chosen."""
-        if self.num_rows == self._num_tokens:
-            return tensor[chunk]
-        return tensor.index_select(0, self.rows[chunk])
-
-    def put_(self, tensor: Tensor, values: Tensor, chunk: slice = _ALL) -> None:
-        """Write the values of the chosen rows into a [T, ...] tensor that the caller owns."""
-        if self.num_rows == self._num_tokens:
-            tensor[chunk].copy_(values)
-        else:
-            tensor.index_copy_(0, self.rows[chunk], values.to(tensor.dtype))
-
-    def spread(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, ...] of `dtype`, with the [n, ...] values at the chosen rows and 0 elsewhere."""
-        spread = values.new_zeros((self._num_tokens, *values.shape[1:]), dtype=dtype)
-        self.put_(spread, values)
-        return spread
-
-    def scale(self, logits: Tensor, chunk: slice) -> Float[Tensor, "rows columns"]:
-        """A chunk's u = logits / temperature; may be the argument itself."""
-        return self._over_temperature(logits.to(self.dtype), chunk)
+    def temporaries(self) -> int:
+        """How many tensors of the size of a block of rows there are at most beside the logits."""
+        scaled_shifted_weights, masked_and_masks = 3, 2
+        return scaled_shifted_weights + (0 if self._keep_mask is None else masked_and_masks)
 
     def statistics(
-        self, scaled: Float[Tensor, "rows columns"], chunk: slice
+        self, logits: Float[Tensor, "rows columns"], chunk: slice
     ) -> Float[Tensor, "rows numbers"]:
         """This rank's numbers of each row of a chunk, as `merge` takes them.
 
         Args:
-            scaled: [c, num_columns], u of these rows; not changed.
-            chunk: Which of the chosen rows they are.
+            logits: [c, num_columns], of these rows; not changed.
+            chunk: Which of the labelled rows they are.
 
         Returns:
             [c, k], where k depends on the options alone.
         """
         has_entropy = self._entropy != "none"
-        numbers = [self._at_label(scaled, chunk)]
-        if self._keep_mask is not None:
-            numbers += reduce_columns(self._kept(scaled, chunk), with_moment=False)
-        if self._keep_mask is None or has_entropy:
-            numbers += reduce_columns(scaled, with_moment=has_entropy)
-        return torch.stack(numbers, dim=1)
+        columns, temperature = self._label_columns[chunk], self._temperature_at(chunk)
+        if self._keep_mask is None:
+            return row_statistics(logits, columns, temperature, with_moment=has_entropy)
+        kept = torch.empty((logits.shape[0], 3), dtype=self.dtype, device=logits.device)
+        index = torch.arange(len(self.rows), device=logits.device)[chunk]
+        for block in row_blocks(logits):
+            rows = index[block]
+            kept[block] = row_statistics(
+                logits[block].masked_fill(self._dropped(rows), -torch.inf),
+                self._label_columns[rows],
+                self._temperature_at(rows),
+                with_moment=False,
+            )
+        if not has_entropy:
+            return kept
+        full = row_statistics(logits, columns, temperature, with_moment=True)
+        return torch.cat([kept, full[:, 1:]], dim=1)
 
     def merge(self, statistics: Float[Tensor, "rows numbers"]) -> tuple[Tensor, Totals]:
-        """Log-probs and totals of all chosen rows. One all-gather over the group.
+        """Log-probs and totals of rows. One all-gather over the group.
 
         Args:
-            statistics: [n, k], this rank's, of all chunks.
+            statistics: [n, k], this rank's.
 
         Returns:
             log_probs [n], nats, and the totals.
@@ -175,138 +211,118 @@ class VocabSoftmax:
             entropy = full.total.log() - full.moment / full.total
         return log_probs, Totals(policy.maximum, policy.total, full.maximum, full.total, entropy)
 
-    def results(
-        self, ctx: AutogradContext, log_probs: Tensor, totals: Totals
-    ) -> tuple[Tensor, Tensor | None]:
-        """What an autograd function returns: log_probs and entropy [T], 0 at the other rows."""
-        entropy = None if totals.entropy is None else self.spread(totals.entropy, self.dtype)
+    def results(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """log_probs and entropy [T], 0 at the other rows, from those of the labelled rows."""
+        spread = None if entropy is None else self.rows.spread(entropy, self.dtype)
+        return self.rows.spread(log_probs, self.dtype), spread
+
+    def mark(self, ctx: AutogradContext, entropy: Tensor | None) -> None:
+        """Tell autograd that an entropy which is a metric has no gradient."""
         if self._entropy == "metric":
             ctx.mark_non_differentiable(entropy)
-        return self.spread(log_probs, self.dtype), entropy
 
-    def upstream(
-        self, grad_log_probs: Tensor, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows' upstream gradients; None where the entropy has none."""
+    def upstream(self, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> Coefficients:
+        """The labelled rows' upstream gradients."""
         if self._entropy != "loss" or grad_entropy is None:
-            return self.take(grad_log_probs), None
-        return self.take(grad_log_probs), self.take(grad_entropy)
+            return Coefficients(self.rows.take(grad_log_probs), None)
+        return Coefficients(self.rows.take(grad_log_probs), self.rows.take(grad_entropy))
 
-    def gradient(
+    def facts(self, totals: Totals, coefficients: Coefficients) -> RowFacts:
+        """Those of all labelled rows, from the totals and coefficients of all of them."""
+        rows = torch.arange(len(self.rows), device=self.rows.index.device)
+        return RowFacts(rows, totals, coefficients)
+
+    def form_gradient_(
         self,
-        scaled: Float[Tensor, "rows columns"],
-        chunk: slice,
-        totals: Totals,
-        upstream: tuple[Tensor, Tensor | None],
-    ) -> Float[Tensor, "rows columns"]:
-        """The gradient of a chunk's logits (not of u), as a new tensor.
+        out: Float[Tensor, "rows columns"],
+        logits: Float[Tensor, "all_rows columns"],
+        chosen: Int64[Tensor, " rows"],
+        facts: RowFacts,
+    ) -> None:
+        """Write the gradient (g (onehot - p) - h p (ln p + H)) / temperature of rows of logits.
 
         Args:
-            scaled: [c, num_columns], u of these rows; not changed.
-            chunk: Which of the chosen rows they are.
-            totals: Of all chosen rows.
-            upstream: [n] each, the gradients g of the log-probs and h (or None) of the entropy.
-
-        Returns:
-            [c, num_columns], (g (onehot - p) - h p (ln p + H)) / temperature.
+            out: [c, num_columns], in this softmax's dtype; may begin where `logits` does.
+            logits: [C, num_columns], in this softmax's dtype.
+            chosen: [c], rows of `logits`, rising.
+            facts: What is known of these rows.
         """
-        policy_max, policy_sum, full_max, full_sum = (total[chunk, None] for total in totals[:4])
-        g, h = (
-            grad if grad is None else self._over_temperature(grad[chunk, None], chunk)
-            for grad in upstream
-        )
-        assert g is not None
-        policy = -g / policy_sum
-        if h is None:
-            gradient = weighted_exp(self._kept(scaled, chunk), policy_max, policy)
-            return self._add_at_label(gradient, chunk, g)
-        assert totals.entropy is not None
-        slope = -h / full_sum
-        constant = slope * (totals.entropy[chunk, None] - full_sum.log())
-        if self._keep_mask is None:
-            gradient = weighted_exp(scaled, full_max, policy + constant, slope)
+        policy, entropy = self._policy_terms(facts), self._entropy_terms(facts)
+        if self._keep_mask is not None:
+            self._form_masked_(out, logits, chosen, facts)
+        elif entropy is None:
+            form_gradient_(out, logits, chosen, policy)
         else:
-            gradient = weighted_exp(self._kept(scaled, chunk), policy_max, policy)
-            gradient += weighted_exp(scaled, full_max, constant, slope)
-        return self._add_at_label(gradient, chunk, g)
+            # One softmax for both.
+            constant = policy.constant + entropy.constant
+            both = entropy._replace(constant=constant, at_label=policy.at_label)
+            form_gradient_(out, logits, chosen, both)
 
-    def _over_temperature(self, values: Tensor, chunk: slice) -> Tensor:
-        """[c, ...] values divided by the temperature of their rows."""
+    def _form_masked_(self, out: Tensor, logits: Tensor, chosen: Tensor, facts: RowFacts) -> None:
+        for block in row_blocks(out):
+            full, part = logits.index_select(0, chosen[block]), facts.at(block)
+            kept = full.masked_fill(self._dropped(part.rows), -torch.inf)
+            form_gradient_(kept, kept, chosen[block], self._policy_terms(part))
+            entropy = self._entropy_terms(part)
+            if entropy is not None:
+                form_gradient_(full, full, chosen[block], entropy)
+                kept += full
+            out[block] = kept
+
+    def _policy_terms(self, facts: RowFacts) -> GradientTerms:
+        temperature, totals = self._temperature_at(facts.rows), facts.totals
+        g = facts.coefficients.log_probs / temperature
+        columns, constant = self._label_columns[facts.rows], -g / totals.policy_sum
+        return GradientTerms(columns, temperature, totals.policy_max, constant, None, g)
+
+    def _entropy_terms(self, facts: RowFacts) -> GradientTerms | None:
+        temperature, totals = self._temperature_at(facts.rows), facts.totals
+        if facts.coefficients.entropy is None or totals.entropy is None:
+            return None
+        slope = -(facts.coefficients.entropy / temperature) / totals.full_sum
+        constant = slope * (totals.entropy - totals.full_sum.log())
+        columns, nothing = self._label_columns[facts.rows], torch.zeros_like(slope)
+        return GradientTerms(columns, temperature, totals.full_max, constant, slope, nothing)
+
+    def _temperature_at(self, rows: slice | Tensor) -> Temperature:
         if isinstance(self._temperature, Tensor):
-            return values / self._temperature[chunk, None]
-        return values if self._temperature == 1 else values / self._temperature
+            return self._temperature[rows]
+        return self._temperature
 
-    def _label_columns(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """[c, 1] each: the label's column (0 where it is on another rank), and if it is here."""
-        columns = self._labels[chunk, None] - self._first_column
-        here = (columns >= 0) & (columns < self.num_columns)
-        return torch.where(here, columns, 0), here
-
-    def _at_label(self, scaled: Tensor, chunk: slice) -> Tensor:
-        """[c], u of the label; 0 on ranks that do not have it."""
-        if self.num_columns == 0:
-            return scaled.new_zeros(scaled.shape[0])
-        columns, here = self._label_columns(chunk)
-        return torch.where(here, scaled.gather(1, columns), 0.0).squeeze(1)
-
-    def _add_at_label(self, gradient: Tensor, chunk: slice, value: Tensor) -> Tensor:
-        if self.num_columns == 0:
-            return gradient
-        columns, here = self._label_columns(chunk)
-        return gradient.scatter_add_(1, columns, torch.where(here, value, 0.0))
-
-    def _kept(self, scaled: Tensor, chunk: slice) -> Tensor:
-        """u with -inf at the columns that the keep mask drops; the label's own is never one."""
-        if self._keep_mask is None:
-            return scaled
-        keep = self._chunk_keep_mask(self._keep_mask, chunk)
+    def _dropped(self, rows: Int64[Tensor, " rows"]) -> Bool[Tensor, "rows columns"]:
+        """The columns that the keep mask drops; the label's own is never one."""
+        assert self._keep_mask is not None
+        tokens = self.rows.index[rows]
+        if isinstance(self._keep_mask, KeptIds):
+            keep = self._keep_mask.select(tokens).mask(self._first_column, self.num_columns)
+        else:
+            keep = self._keep_mask.index_select(0, tokens)[:, : self.num_columns]
+        drop = ~keep
         if self.num_columns > 0:
-            columns, here = self._label_columns(chunk)
-            keep = keep.scatter(1, columns, keep.gather(1, columns) | here)
-        return scaled.masked_fill(~keep, -torch.inf)
+            columns = self._label_columns[rows, None]
+            at = columns.clamp_min(0)
+            drop.scatter_(1, at, drop.gather(1, at) & (columns < 0))
+        return drop
 
-    def _chunk_keep_mask(
-        self, keep_mask: Tensor | KeptIds, chunk: slice
-    ) -> Bool[Tensor, "rows columns"]:
-        if isinstance(keep_mask, KeptIds):
-            kept_ids = keep_mask.select(self.rows[chunk])
-            return kept_ids.mask(self._first_column, self.num_columns)
-        return self.take(keep_mask, chunk)[:, : self.num_columns]
-
-    def _checked_temperature(self, temperature: float | Tensor) -> float | Tensor:
-        """The temperature; the chosen rows' where there is one per row."""
+    def _checked_temperature(self, temperature: float | Tensor) -> Temperature:
+        """The temperature; the labelled rows' where there is one per row."""
         rule = "temperature must be finite and > 0"
         if not isinstance(temperature, Tensor):
             if not (temperature > 0 and math.isfinite(temperature)):
                 raise ValueError(f"{rule}: temperature={temperature}")
             return temperature
-        if temperature.shape != (self._num_tokens,):
+        num_tokens = self.rows.num_tokens
+        if temperature.shape != (num_tokens,):
             raise ValueError(
                 "temperature must be a number or have the shape of labels: "
-                f"temperature.shape={tuple(temperature.shape)}, labels.shape={(self._num_tokens,)}"
+                f"temperature.shape={tuple(temperature.shape)}, labels.shape={(num_tokens,)}"
             )
-        chosen = self.take(temperature.detach()).to(self.dtype)
+        chosen = self.rows.take(temperature.detach()).to(self.dtype)
         wrong = ~((chosen > 0) & chosen.isfinite())
         if wrong.any():
-            row = int(self.rows[wrong][0])
+            row = int(self.rows.index[wrong][0])
             raise ValueError(f"{rule}: temperature[{row}]={float(temperature[row])}")
         return chosen
-
-
-def _labelled_rows(
-    labels: Int64[Tensor, " tokens"], vocab_size: int
-) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """The rows that have a label, and their labels."""
-    rows = (labels != IGNORED_LABEL).nonzero().squeeze(1)
-    chosen = labels.index_select(0, rows)
-    outside = (chosen < 0) | (chosen >= vocab_size)
-    if outside.any():
-        row = int(rows[outside][0])
-        raise ValueError(
-            f"labels must be {IGNORED_LABEL} or in [0, vocab_size): "
-            f"labels[{row}]={int(labels[row])}, vocab_size={vocab_size}"
-        )
-    return rows, chosen
 
 
 def _checked_vocab_size(vocab_size: int | None, num_columns: int) -> int:

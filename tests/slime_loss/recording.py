@@ -9,15 +9,15 @@ from torch import Tensor
 
 from slime_loss import (
     collectives,
+    head_call,
     layout,
-    linear_log_probs,
     metrics,
     samples,
     value_head,
     vocab_softmax,
 )
 
-MODULES = (collectives, layout, linear_log_probs, metrics, samples, value_head, vocab_softmax)
+MODULES = (collectives, head_call, layout, metrics, samples, value_head, vocab_softmax)
 NAMES = ("all_gather_rows", "reduce_scatter_rows", "all_reduce_sum_")
 
 Call = tuple[str, tuple[int, ...]]

@@ -38,7 +38,7 @@ kl_loss_coef needs use_kl_loss: kl_loss_coef=0.1"""
         (AggregationConfig, "count_masked_samples", [1, None]),
         (HeadConfig, "rollout_temperature", [0.0, -1.0, math.inf, math.nan, None]),
         (HeadConfig, "log_probs_chunk_size", [0, -1, 1.5, True]),
-        (HeadConfig, "log_probs_memory_mb", [0, -1, 1.5, None]),
+        (HeadConfig, "log_probs_memory_mb", [0, -1, 1.5]),
     ],
 )
 def test_every_field_refuses_values_out_of_its_range(

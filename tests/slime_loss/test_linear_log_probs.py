@@ -138,9 +138,10 @@ def test_what_an_ignored_row_or_padding_row_holds_changes_no_bit() -> None:
 @pytest.mark.parametrize("mask", [None, random_mask()])
 def test_kept_or_recomputed_or_twice_gives_the_same_bits(mask: Tensor | None) -> None:
     results = []
-    # Chunks of 2 rows of 7 columns of 8 bytes: room to work, and to keep none, one or all.
-    working_buffers = 3 if mask is None else 5
-    for memory_bytes in (1, (working_buffers + 1) * 2 * 7 * 8, 2**20):
+    # Chunks of 2 rows of 7 columns of 8 bytes: 3 rows to work in, temporaries, and to keep none,
+    # one or all.
+    temporaries = 3 if mask is None else 5
+    for memory_bytes in (1, (3 + 2 * temporaries + 2) * 7 * 8, 2**20):
         inputs = random_inputs()
         before = [tensor.detach().clone() for tensor in inputs]
         with saved_for_backward() as saved:
@@ -184,7 +185,7 @@ def test_memory_stays_within_the_budget_whatever_the_rows(entropy: str, masked: 
     assert peak_bytes(forward_and_backward) <= budget + returned + per_row
     with LargestResult() as largest:
         forward_and_backward()
-    assert largest.numel * 4 <= budget // 4
+    assert largest.numel * 4 <= budget // 2
     assert budget * 8 <= 4 * num_rows * num_columns
 
 

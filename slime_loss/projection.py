@@ -1,0 +1,124 @@
+"""The logits of a chunk of rows, and how many rows a chunk has.
+
+Products are accumulated in float32 (float64 for such inputs). Operands of a lower precision are
+worked on in blocks of the vocabulary, so that no copy of the weight, or of its size, is made.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from slime_loss.row_sums import cache_bytes
+from slime_loss.vocab_softmax import VocabSoftmax
+
+# Of the weight, or of its gradient, held in another precision at any one time.
+_BLOCK_BYTES = 8 * 2**20
+
+# Rows of logits that a matrix product needs to run at full speed, by measurement.
+_CPU_ROWS, _GPU_ROWS = 256, 2048
+
+# What logits may hold where nobody says it, if those rows are content with it.
+_CPU_BYTES, _GPU_BYTES = 50 * 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the labelled rows are worked through.
+
+    Attributes:
+        chunk_rows: The most rows projected at a time.
+        room_rows: The rows of logits and of their gradients there is room for beside what is kept.
+        num_kept: The chunks whose logits are kept for the backward, from the first on.
+    """
+
+    chunk_rows: int
+    room_rows: int
+    num_kept: int = 0
+
+
+def plan_rows(
+    softmax: VocabSoftmax, weight: Tensor, chunk_rows: int | None, memory_bytes: int | None
+) -> RowPlan:
+    """The plan whose logits and temporaries, with what is kept, hold memory_bytes or less.
+
+    The same on every rank that has as many columns, padding included.
+
+    Args:
+        softmax: What is done with the logits.
+        weight: [V/tp, H].
+        chunk_rows: Rows projected at a time; None takes what memory allows.
+        memory_bytes: None takes what makes the products fast.
+    """
+    row_bytes = max(weight.shape[0], 1) * softmax.dtype.itemsize
+    block_bytes = max(cache_bytes(weight), row_bytes)
+    if memory_bytes is None:
+        rows, least = (_GPU_ROWS, _GPU_BYTES) if weight.is_cuda else (_CPU_ROWS, _CPU_BYTES)
+        memory_bytes = _room(rows) * row_bytes + softmax.temporaries * block_bytes
+        memory_bytes = max(memory_bytes, least)
+    if chunk_rows is None:
+        # Temporaries are as large as the chunk, or as a block where that is smaller.
+        rows_of_chunks = memory_bytes * 16 // ((25 + 16 * softmax.temporaries) * row_bytes)
+        left = memory_bytes - softmax.temporaries * block_bytes
+        chunk_rows = max(left * 16 // (25 * row_bytes), rows_of_chunks, 1)
+    chunk_bytes = chunk_rows * row_bytes
+    left = memory_bytes - _room(chunk_rows) * row_bytes
+    left -= softmax.temporaries * min(chunk_bytes, block_bytes)
+    return RowPlan(chunk_rows, _room(chunk_rows), max(left // chunk_bytes, 0))
+
+
+def _room(chunk_rows: int) -> int:
+    """Rows for a chunk of logits, and gradients of half a chunk that wait for more."""
+    return chunk_rows + chunk_rows * 9 // 16
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The logits features @ weight.T + bias of a rank's columns of the true vocabulary.
+
+    Attributes:
+        softmax: Which rows and columns, and in which dtype.
+        features: [n, H], the hidden states of the labelled rows.
+        weight: [V/tp, H].
+        bias: [V/tp].
+    """
+
+    softmax: VocabSoftmax
+    features: Float[Tensor, "rows hidden"]
+    weight: Float[Tensor, "columns hidden"]
+    bias: Float[Tensor, " columns"] | None
+
+    def empty_logits(self, num_rows: int) -> Float[Tensor, "rows columns"]:
+        """Room for the logits of some rows."""
+        shape = (num_rows, self.softmax.num_columns)
+        return torch.empty(shape, dtype=self.softmax.dtype, device=self.features.device)
+
+    def logits(
+        self, chunk: slice, out: Float[Tensor, "rows columns"]
+    ) -> Float[Tensor, "rows columns"]:
+        """The logits of a chunk of the labelled rows, written into `out`; returns it."""
+        for block in self.blocks():
+            add_product_(out[:, block], self.features[chunk], self.weight[block].t(), beta=0)
+        if self.bias is not None:
+            out += self.bias[: self.softmax.num_columns]
+        return out
+
+    def blocks(self) -> list[slice]:
+        """Slices of the columns whose part of the weight is multiplied at a time."""
+        num_columns, size = self.softmax.num_columns, max(self.softmax.num_columns, 1)
+        if self.weight.dtype != self.softmax.dtype:
+            row_bytes = max(self.weight.shape[1], 1) * self.softmax.dtype.itemsize
+            size = max(_BLOCK_BYTES // row_bytes, 1)
+        starts = range(0, num_columns, size)
+        return [slice(start, min(start + size, num_columns)) for start in starts]
+
+
+def add_product_(out: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> None:
+    """out = beta * out + left @ right, accumulated in out's dtype."""
+    if out.is_cuda and right.dtype != out.dtype:
+        # Tensor cores multiply in the lower precision and accumulate in float32.
+        product = torch.mm(left.to(right.dtype), right, out_dtype=out.dtype)
+        out.mul_(beta).add_(product) if beta else out.copy_(product)
+    else:
+        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=beta)
