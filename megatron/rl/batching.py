@@ -32,9 +32,10 @@ class TrainedSample:
     Args:
         sample: the rollout row.
         weight: of every one of its trained tokens in the step's loss (loss = sum of weight * x).
-        advantages: [response_length] fp32; these three are None where nothing reads them.
+        advantages: [response_length] fp32; these four are None where nothing reads them.
         returns: [response_length] fp32.
         old_log_probs: [response_length] fp32.
+        values: [response_length] fp32.
     """
 
     sample: Sample
@@ -42,6 +43,7 @@ class TrainedSample:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     old_log_probs: Tensor | None = None
+    values: Tensor | np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _token_batch(
         "old_log_probs": [t.old_log_probs for t in samples],
         "rollout_log_probs": [s.rollout_log_probs for s in rows],
         "ref_log_probs": [s.ref_log_probs for s in rows],
-        "values": [s.values for s in rows],
+        "values": [t.values for t in samples],
     }
     labels = _concatenate([_next_tokens(sample) for sample in rows])
     owners = _concatenate([torch.full((s.total_length,), i) for i, s in enumerate(rows)])

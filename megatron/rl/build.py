@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.rl.checkpoint import Checkpointer, Progress, Restored
 from megatron.rl.checkpoint_files import find_checkpoint
 from megatron.rl.checkpoint_model import load_model_weights
-from megatron.rl.computed import old_is_engines
+from megatron.rl.computed import needs_values, old_is_engines
 from megatron.rl.config import RunConfig
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World
@@ -54,7 +54,7 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
         ),
         total_steps=total_steps,
         progress=restored.progress,
-        old_log_probs=restored.old_log_probs,
+        old_outputs=restored.old_outputs,
     )
 
 
@@ -147,7 +147,7 @@ def row_rules(config: RunConfig) -> RowRules:
         need_group=compares_prompts or (estimates and advantage.compares_groups),
         need_rollout_log_probs=loss.use_tis or loss.use_rs or old_is_engines(config),
         need_ref_log_probs=loss.use_kl_loss or advantage.kl_coef > 0,
-        need_values=estimates and advantage.advantage_estimator == "ppo",
+        need_values=estimates and needs_values(config),
         need_kept_ids=config.data.rollout_top_p < 1,
         max_length=min((limit for limit in limits if limit is not None), default=None),
         truncate=config.data.truncate_samples,

@@ -69,11 +69,12 @@ class Restored:
 
     Args:
         progress: where to go on.
-        old_log_probs: of the rollout in training, by position; empty between rollouts.
+        old_outputs: old log-probs, or a critic's values, of the rollout in training, by position;
+            empty between rollouts.
     """
 
     progress: Progress
-    old_log_probs: Mapping[int, Tensor]
+    old_outputs: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Checkpointer:
     scheduler: OptimizerParamScheduler
     data: Mapping[str, Any]
 
-    def save(self, progress: Progress, old_log_probs: Mapping[int, Tensor]) -> Path:
+    def save(self, progress: Progress, old_outputs: Mapping[int, Tensor]) -> Path:
         """Write a checkpoint, point the tracker at it, delete the one that need not stay."""
         flags = self.config.checkpoint
         root = Path(flags.save)
@@ -115,7 +116,7 @@ class Checkpointer:
         state["architecture"] = architecture_of(self.config)
         state["topology"] = self._topology()
         state["data"] = dict(self.data)
-        state["old_log_probs"] = self._everyones(old_log_probs)
+        state["old_outputs"] = self._everyones(old_outputs)
         # core's queue is served by a process of its own, for writers that outlive the save; it
         # would outlive a killed rank as well, and hold the job's output open
         filesystem_async._results_queue = queue.Queue()
@@ -155,7 +156,7 @@ class Checkpointer:
             restore_rng(state["rng"])
         if flags.finetune:
             return Restored(Progress(), {})
-        return Restored(Progress(**common["progress"]), common["old_log_probs"])
+        return Restored(Progress(**common["progress"]), common["old_outputs"])
 
     @property
     def _with_optimizer(self) -> bool:
@@ -275,9 +276,9 @@ class Checkpointer:
         world = self.grid.world
         return ShardedObject("rng", rng_state(), (world.world_size,), (world.rank,), replica_id=0)
 
-    def _everyones(self, old_log_probs: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Old log-probs of every data-parallel rank's samples; the same on all ranks."""
-        mine = {position: values.cpu() for position, values in old_log_probs.items()}
+    def _everyones(self, old_outputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Old outputs of every data-parallel rank's samples; the same on all ranks."""
+        mine = {position: values.cpu() for position, values in old_outputs.items()}
         parts: list[Any] = [None] * self.grid.world.world_size
         dist.all_gather_object(parts, mine)
         return {position: part[position] for part in parts for position in sorted(part)}

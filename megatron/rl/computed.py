@@ -1,4 +1,7 @@
-"""What is computed of a rollout before its first step: old log-probs, advantages, returns."""
+"""What is computed of a rollout before its first step.
+
+The model's old outputs (log-probs, or a critic's values), then advantages and returns.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,23 @@ def old_is_engines(config: RunConfig) -> bool:
 
 
 def needs_pass(rollout: Rollout, config: RunConfig) -> bool:
-    """Whether old log-probs come from a forward pass of their own.
+    """Whether a forward pass gives the old outputs: always of a critic, whose values are rewarded.
 
-    Not where the engine's stand for them, and not where a rollout is one step, unless its rewards
-    pay for the distance from the reference model: in one step the old policy is the current one.
+    Not of a policy where the engine's log-probs stand for the old ones, and not where a rollout is
+    one step, unless its rewards pay for the distance from the reference model: in one step the old
+    policy is the current one.
     """
-    return (
+    return config.loss.loss_type == "value_loss" or (
         config.loss.loss_type in ("policy_loss", "custom_loss")
         and not config.loss.use_rollout_logprobs
         and (len(rollout.steps) > 1 or config.advantage.kl_coef > 0)
     )
+
+
+def needs_values(config: RunConfig) -> bool:
+    """Whether the rows must bring a critic's values."""
+    is_critic = config.loss.loss_type == "value_loss"
+    return config.advantage.advantage_estimator == "ppo" and not is_critic
 
 
 def computed_streams(rollout: Rollout, config: RunConfig) -> frozenset[str]:
@@ -40,7 +50,8 @@ def computed_streams(rollout: Rollout, config: RunConfig) -> frozenset[str]:
     loss_type, advantage = config.loss.loss_type, config.advantage
     gives_returns = advantage.advantage_estimator == "ppo" and not advantage.is_custom
     is_given = {
-        "old_log_probs": needs_pass(rollout, config),
+        "old_log_probs": loss_type != "value_loss" and needs_pass(rollout, config),
+        "values": loss_type == "value_loss",
         "advantages": loss_type in ("policy_loss", "custom_loss"),
         "returns": loss_type != "sft_loss" and gives_returns,
     }
@@ -62,9 +73,10 @@ def micro_batch_of(
     return build_micro_batch(samples, streams, trainee.config, trainee.grid)
 
 
-def old_log_probs_of(rollout: Rollout, trainee: Trainee) -> dict[int, Tensor]:
+def old_outputs_of(rollout: Rollout, trainee: Trainee) -> dict[int, Tensor]:
     """The forward-only pass over the whole rollout, under the current weights.
 
+    Gives the log-probs of the response tokens, or of a critic their values, by position.
     Communicates over the pipeline, tensor- and context-parallel groups.
     """
     packs = rollout.packs(trainee.grid.dp_rank)
@@ -77,18 +89,18 @@ def old_log_probs_of(rollout: Rollout, trainee: Trainee) -> dict[int, Tensor]:
         )
         for step, pack in packs
     ]
-    log_probs = trainee.log_probs(micro_batches)
+    outputs = trainee.outputs(micro_batches)
     return {
-        position: values
-        for (_, pack), of_pack in zip(packs, log_probs, strict=bool(log_probs))
-        for position, values in zip(pack, of_pack, strict=True)
+        position: output
+        for (_, pack), of_pack in zip(packs, outputs, strict=bool(outputs))
+        for position, output in zip(pack, of_pack, strict=True)
     }
 
 
 def compute(
-    rollout: Rollout, old_log_probs: Mapping[int, Tensor], config: RunConfig, grid: Grid
+    rollout: Rollout, old_outputs: Mapping[int, Tensor], config: RunConfig, grid: Grid
 ) -> Computed:
-    """Advantages and returns of this rank's samples, from old log-probs that are known.
+    """Advantages and returns of this rank's samples, from old outputs that are known.
 
     The same inputs on the same ranks give the same bits, so a run that is resumed within a rollout
     computes them again. Communicates over the data-parallel group, without context parallelism:
@@ -96,18 +108,20 @@ def compute(
 
     Args:
         rollout: every rank knows all of it.
-        old_log_probs: as `old_log_probs_of` gives them; needed where `needs_pass`.
+        old_outputs: as `old_outputs_of` gives them; needed where `needs_pass`.
         config: the run.
         grid: this rank.
     """
     if config.loss.loss_type == "sft_loss" or not grid.is_last_stage:
-        return Computed(old_log_probs)
+        return Computed(old_outputs)
     own = [position for _, pack in rollout.packs(grid.dp_rank) for position in pack]
-    inputs = _inputs(rollout, own, old_log_probs, config, grid)
+    inputs = _inputs(rollout, own, old_outputs, config, grid)
     found = compute_advantages(inputs, config.advantage, group=grid.groups.dp)
     returns = found.returns or []
+    is_critic = config.loss.loss_type == "value_loss"
     return Computed(
-        old_log_probs,
+        {} if is_critic else old_outputs,
+        old_outputs if is_critic else {},
         dict(zip(own, found.advantages, strict=True)),
         dict(zip(own, returns, strict=found.returns is not None)),
     )
@@ -116,21 +130,23 @@ def compute(
 def _inputs(
     rollout: Rollout,
     own: list[int],
-    old_log_probs: Mapping[int, Tensor],
+    old_outputs: Mapping[int, Tensor],
     config: RunConfig,
     grid: Grid,
 ) -> AdvantageInputs:
     on_device = partial(torch.as_tensor, device=grid.device)
     mine = [rollout.samples[position] for position in own]
     values = None
-    if have(rollout.samples, "values"):
+    if config.loss.loss_type == "value_loss":
+        values = [on_device(old_outputs[position]) for position in own]
+    elif have(rollout.samples, "values"):
         values = [on_device(sample.values) for sample in mine]
     return AdvantageInputs(
         rewards=on_device([sample.reward for sample in rollout.samples], dtype=torch.float32),
         group_index=on_device([sample.group_index for sample in rollout.samples]),
         own=on_device(own, dtype=torch.int64),
         loss_mask=[on_device(sample.loss_mask) for sample in mine],
-        kl=_kl(rollout, own, old_log_probs, config, grid) if config.advantage.kl_coef > 0 else None,
+        kl=_kl(rollout, own, old_outputs, config, grid) if config.advantage.kl_coef > 0 else None,
         values=values,
     )
 

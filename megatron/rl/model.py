@@ -22,7 +22,7 @@ from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.norm import SequenceParallelNorm
 from megatron.rl.rotary import Llama3Scaling, Rotary
-from slime_loss import RLHead
+from slime_loss import RLHead, ValueHead
 
 
 class RLModel(GPTModel):
@@ -109,8 +109,14 @@ def rotary_of(config: RunConfig) -> Rotary:
     return Rotary(head_dim, model.rotary_base, model.rotary_percent, scaling)
 
 
-def build_head(config: RunConfig, groups: ProcessGroupCollection) -> RLHead:
+def build_head(config: RunConfig, groups: ProcessGroupCollection) -> RLHead | ValueHead:
     """The loss as a model head; it has no parameter of its own."""
+    if config.loss.loss_type == "value_loss":
+        return ValueHead(
+            config.value_loss,
+            tp_group=groups.tp if groups.tp.size() > 1 else None,
+            sequence_parallel=config.transformer.sequence_parallel,
+        )
     return RLHead(
         config.head,
         config.loss,

@@ -58,11 +58,13 @@ class Computed:
 
     Args:
         old_log_probs: fp32, nats, where they come from a pass of their own.
+        values: fp32, of the critic in training.
         advantages: fp32.
         returns: fp32, what a critic learns.
     """
 
     old_log_probs: Mapping[int, Tensor] = field(default_factory=dict)
+    values: Mapping[int, Tensor] = field(default_factory=dict)
     advantages: Mapping[int, Tensor] = field(default_factory=dict)
     returns: Mapping[int, Tensor] = field(default_factory=dict)
 
@@ -95,6 +97,7 @@ class Rollout:
             advantages=computed.advantages.get(position),
             returns=computed.returns.get(position),
             old_log_probs=computed.old_log_probs.get(position),
+            values=computed.values.get(position, self.samples[position].values),
         )
 
     def digest(self, step: StepPlan) -> int:
@@ -142,7 +145,7 @@ def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
         "rollout_log_probs": is_policy and have(samples, "rollout_log_probs"),
         "ref_log_probs": config.loss.use_kl_loss,
         "kept_ids": config.data.rollout_top_p < 1,
-        "values": loss_type == "value_loss" or has_values,
+        "values": has_values,
     }
     return frozenset(name for name, read in is_read.items() if read)
 

@@ -33,7 +33,7 @@ from slime_loss import (
     ReducedMetrics,
     RLHead,
     TokenBatch,
-    TokenLogProbs,
+    ValueHead,
     merge_metrics,
     reduce_metrics,
 )
@@ -74,16 +74,21 @@ class Trainee:
     config: RunConfig
     grid: Grid
     chunks: list[MegatronModule]
-    head: RLHead
+    head: RLHead | ValueHead
     optimizer: MegatronOptimizer
+
+    @property
+    def output_name(self) -> str:
+        """What `outputs` gives, for messages and progress."""
+        return "old values" if isinstance(self.head, ValueHead) else "old log-probs"
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the coming step."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
-        """Log-probs of the response tokens under the current weights; no gradient.
+    def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
+        """Log-probs of the response tokens, or of a critic their values; no gradient.
 
         Communicates over the pipeline, tensor- and context-parallel groups.
 
@@ -94,13 +99,19 @@ class Trainee:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            outputs = self._run(micro_batches, self.head.log_probs, "old log-probs")
+            outputs = self._run(micro_batches, self._output, self.output_name)
         for chunk in self.chunks:
             chunk.train()
+        cp_group = self.grid.groups.cp if self.grid.cp_size > 1 else None
         return [
-            micro_batch.per_sample(micro_batch.layout.gather(out.log_probs, self.head.cp_group))
+            micro_batch.per_sample(micro_batch.layout.gather(out, cp_group))
             for micro_batch, out in zip(micro_batches, outputs, strict=bool(outputs))
         ]
+
+    def _output(self, hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+        if isinstance(self.head, ValueHead):
+            return self.head.values(hidden, weight, batch)
+        return self.head.log_probs(hidden, weight, batch).log_probs
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Forward, backward and update.
@@ -262,16 +273,12 @@ def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head
         output_processor_context=micro_batch.batch,
     )
     # core handles tensors alone; the rest of the last stage's output waits in the loss function
-    if isinstance(output, LossOutput):
-        return output.loss, partial(_keep, output)
-    if isinstance(output, TokenLogProbs):
-        return output.log_probs, partial(_keep, output)
-    return output, None
+    return output.loss if isinstance(output, LossOutput) else output, partial(_keep, output)
 
 
 def _keep(
-    output: LossOutput | TokenLogProbs, first: Tensor, non_loss_data: bool = False
-) -> LossOutput | TokenLogProbs | tuple[Tensor, Tensor, LossOutput]:
+    output: LossOutput | Tensor, first: Tensor, non_loss_data: bool = False
+) -> LossOutput | Tensor | tuple[Tensor, Tensor, LossOutput | Tensor]:
     """Core's loss function: the loss as it is, no token count, and the output for later."""
     if non_loss_data:
         return output

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megatron.rl.checkpoint import Checkpointer, Progress
-from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_log_probs_of
+from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.config import RunConfig
 from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import Grid
@@ -35,7 +35,7 @@ class Trainer:
         logger: shows it.
         total_steps: optimizer steps of the whole run.
         progress: where the run stands.
-        old_log_probs: of the rollout in training, by position in it, as the checkpoint gives them;
+        old_outputs: of the rollout in training, by position in it, as the checkpoint gives them;
             empty where they are not known yet.
     """
 
@@ -47,7 +47,7 @@ class Trainer:
     logger: RunLogger
     total_steps: int
     progress: Progress
-    old_log_probs: Mapping[int, Tensor]
+    old_outputs: Mapping[int, Tensor]
     computed: Computed = field(init=False, default_factory=Computed)
     stop_request: StopRequest = field(init=False)
     first_step: int = field(init=False)
@@ -96,33 +96,34 @@ class Trainer:
         return Stop.NONE
 
     def _check_position(self, rollout: Rollout) -> None:
-        """A run resumed within a rollout must find its steps and their old log-probs."""
+        """A run resumed within a rollout must find its steps and their old outputs."""
         done = self.progress.step_in_rollout
         if done >= len(rollout.steps):
             raise StepError(
                 f"the checkpoint has taken {done} steps of rollout {rollout.number}, which has "
                 f"{len(rollout.steps)} here"
             )
-        missing = done and needs_pass(rollout, self.config) and not self.old_log_probs
+        missing = done and needs_pass(rollout, self.config) and not self.old_outputs
         if missing:
             raise StepError(
-                f"the checkpoint lies within rollout {rollout.number} and has no old log-probs "
-                "for it (saved with --use-rollout-logprobs); fix: go on with that flag"
+                f"the checkpoint lies within rollout {rollout.number} and has no "
+                f"{self.trainee.output_name} for it (saved with --use-rollout-logprobs?); fix: go "
+                "on with the flags that it was saved with"
             )
 
     def _prepare(self, rollout: Rollout) -> float:
-        """Old log-probs and advantages of the rollout; the seconds of the pass for the former.
+        """Old outputs and advantages of the rollout; the seconds of the pass for the former.
 
-        After a resume within a rollout the checkpoint has given the old log-probs.
+        After a resume within a rollout the checkpoint has given the old outputs.
         """
         start, number = time.perf_counter(), self.progress.step + 1
         runs_pass = needs_pass(rollout, self.config) and self.progress.step_in_rollout == 0
         if runs_pass:
-            with phase("old log-probs", number, self.grid, f"of rollout {rollout.number}"):
-                self.old_log_probs = old_log_probs_of(rollout, self.trainee)
+            with phase(self.trainee.output_name, number, self.grid, f"of rollout {rollout.number}"):
+                self.old_outputs = old_outputs_of(rollout, self.trainee)
         seconds = time.perf_counter() - start
         with phase("advantages", number, self.grid, f"of rollout {rollout.number}"):
-            self.computed = compute(rollout, self.old_log_probs, self.config, self.grid)
+            self.computed = compute(rollout, self.old_outputs, self.config, self.grid)
         return seconds if runs_pass else 0.0
 
     def _agree(self, rollout: Rollout, step: StepPlan) -> Stop:
@@ -197,7 +198,7 @@ class Trainer:
             skipped_steps=before.skipped_steps + (not result.updated),
         )
         if ended:
-            self.old_log_probs, self.computed = {}, Computed()
+            self.old_outputs, self.computed = {}, Computed()
 
     def _save_if_due(self) -> None:
         interval = self.config.checkpoint.save_interval
@@ -208,6 +209,6 @@ class Trainer:
         if self.config.checkpoint.save is None:
             return
         with phase("saving", self.progress.step, self.grid):
-            path = self.checkpointer.save(self.progress, self.old_log_probs)
+            path = self.checkpointer.save(self.progress, self.old_outputs)
         self.saved_step = self.progress.step
         log_info(f"saved {path}")

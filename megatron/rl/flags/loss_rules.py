@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from megatron.rl.flags.rule import FlagView, Rule
-from slime_loss import AdvantageConfig, ValueLossConfig
+from slime_loss import AdvantageConfig, HeadConfig, ValueLossConfig
 
 OWN_OBJECTIVE = ("gspo", "cispo")
 """Estimators that are named after the objective they belong to."""
 
-_ADVANTAGE, _VALUE_LOSS = AdvantageConfig(), ValueLossConfig()
+_ADVANTAGE, _VALUE_LOSS, _HEAD = AdvantageConfig(), ValueLossConfig(), HeadConfig()
 
 
 def _compares_groups(s: FlagView) -> bool:
@@ -70,6 +72,15 @@ LOSS_RULES = (
         lambda s: s.loss_type == "value_loss" and s.normalize_advantages,
         "has no meaning in value_loss: a critic learns returns, which are not normalized",
         "leave it out",
+    ),
+    *(
+        Rule(
+            name,
+            lambda s, name=name: s.loss_type == "value_loss" and s[name] != getattr(_HEAD, name),
+            "has no meaning in value_loss: a critic has no logits",
+            "leave it out",
+        )
+        for name in (field.name for field in fields(HeadConfig))
     ),
     Rule(
         "n_samples_per_prompt",

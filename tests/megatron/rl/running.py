@@ -19,7 +19,7 @@ from megatron.rl.build import (
     make_source,
 )
 from megatron.rl.checkpoint import Checkpointer
-from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_log_probs_of
+from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.initialize import World, process_grid
 from megatron.rl.rollout import Computed, Rollout, plan_rollout
 from megatron.rl.step import Trainee
@@ -37,11 +37,11 @@ class Running:
     def computed(self) -> Computed:
         """What the trainer computes before the first step."""
         runs_pass = needs_pass(self.rollout, self.trainee.config)
-        return self.computed_from(old_log_probs_of(self.rollout, self.trainee) if runs_pass else {})
+        return self.computed_from(old_outputs_of(self.rollout, self.trainee) if runs_pass else {})
 
-    def computed_from(self, old_log_probs: Mapping[int, Tensor]) -> Computed:
-        """What the trainer computes from the old log-probs of a checkpoint."""
-        return compute(self.rollout, old_log_probs, self.trainee.config, self.trainee.grid)
+    def computed_from(self, old_outputs: Mapping[int, Tensor]) -> Computed:
+        """What the trainer computes from the old outputs of a checkpoint."""
+        return compute(self.rollout, old_outputs, self.trainee.config, self.trainee.grid)
 
     def micro_batches(self, step: int = 0, computed: Computed | None = None) -> list[MicroBatch]:
         """This rank's micro-batches of a step of the first rollout."""

@@ -1,12 +1,13 @@
 """What is saved is what is loaded: bit for bit on the same ranks, to rounding on others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron.rl.build import restore
 from megatron.rl.checkpoint import Progress
@@ -75,9 +76,14 @@ def third_step(run: Running, progress: Progress, computed: Computed) -> Outcome:
         learning_rate,
         draw,
         progress,
-        {position: values.tolist() for position, values in computed.old_log_probs.items()},
+        {position: old.tolist() for position, old in old_outputs(computed).items()},
         {position: values.tolist() for position, values in computed.advantages.items()},
     )
+
+
+def old_outputs(computed: Computed) -> Mapping[int, Tensor]:
+    """What a checkpoint holds of it."""
+    return computed.old_log_probs or computed.values
 
 
 def with_everyones_old(outcomes: list[Outcome]) -> list[Outcome]:
@@ -94,7 +100,7 @@ def save_after_two(rank: int, argv: list[str]) -> Outcome:
             run.checkpointer.scheduler.step(increment=1)
         torch.rand(3)  # a generator that has moved since the start
         progress = Progress(step=2, rollout=0, step_in_rollout=2, consumed_samples=10)
-        run.checkpointer.save(progress, run.computed.old_log_probs)
+        run.checkpointer.save(progress, old_outputs(run.computed))
         return third_step(run, progress, run.computed)
 
 
@@ -103,10 +109,10 @@ def load_and_go_on(rank: int, argv: list[str]) -> Outcome:
         restored = run.checkpointer.load()
         assert restored is not None
         if run.trainee.config.checkpoint.finetune:
-            assert not restored.old_log_probs
-        if not restored.old_log_probs:
+            assert not restored.old_outputs
+        if not restored.old_outputs:
             return third_step(run, restored.progress, run.computed)
-        return third_step(run, restored.progress, run.computed_from(restored.old_log_probs))
+        return third_step(run, restored.progress, run.computed_from(restored.old_outputs))
 
 
 def start_anew(rank: int, argv: list[str]) -> Outcome:
@@ -163,6 +169,13 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def critic_flags(flags: list[str]) -> list[str]:
+    ppo = ["--loss-type=value_loss", "--advantage-estimator=ppo", "--lambd=0.9"]
+    no_policy = ("--normalize-advantages", "--advantage-estimator")
+    return [flag for flag in flags if not flag.startswith(no_policy)] + ppo
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_ranks_go_on_bit_for_bit(
     two_ranks: World, flags: list[str], tmp_path: Path, name: str
@@ -171,6 +184,39 @@ def test_the_same_ranks_go_on_bit_for_bit(
     expected = with_everyones_old(two_ranks.run(save_after_two, argv))
     assert two_ranks.run(load_and_go_on, argv) == expected
     assert any(outcome.advantages for outcome in expected)
+
+
+@pytest.mark.parametrize("name", ["tp2 sp", "pp2", "dp2 distributed optimizer"])
+def test_a_critic_goes_on_bit_for_bit(
+    two_ranks: World, critic_flags: list[str], tmp_path: Path, name: str
+) -> None:
+    two_ranks.run(save_after_two, [*critic_flags, f"--save={tmp_path}/learned"])
+    argv = [*critic_flags, *LAYOUTS[name], f"--pretrained-checkpoint={tmp_path}/learned"]
+    argv += [f"--save={tmp_path}/run", f"--load={tmp_path}/run"]
+    expected = with_everyones_old(two_ranks.run(save_after_two, argv))
+    assert two_ranks.run(load_and_go_on, argv) == expected
+    assert any(any(values) for values in expected[0].old.values())
+
+
+def test_a_critic_begins_from_a_policy(
+    two_ranks: World, flags: list[str], critic_flags: list[str], tmp_path: Path
+) -> None:
+    two_ranks.run(save_after_two, [*flags, f"--save={tmp_path}/policy"])
+    [expected, _] = two_ranks.run(start_anew, critic_flags)
+    argv = [*critic_flags, *LAYOUTS["pp2"], f"--pretrained-checkpoint={tmp_path}/policy"]
+    for got in two_ranks.run(start_anew, argv):
+        assert got.metrics["values_mean"] == 0
+        assert got.metrics["grad_norm"] > 0
+        assert got.metrics["grad_norm"] != pytest.approx(expected.metrics["grad_norm"], rel=1e-3)
+
+
+def test_a_policy_is_no_critic(
+    two_ranks: World, flags: list[str], critic_flags: list[str], tmp_path: Path
+) -> None:
+    two_ranks.run(save_steps, [*critic_flags, f"--save={tmp_path}"], [1])
+    for argv in ([f"--load={tmp_path}"], [f"--pretrained-checkpoint={tmp_path}"]):
+        for message in two_ranks.run(refusal_to_begin, [*flags, *argv]):
+            assert "is_critic: checkpoint True, this run False" in message
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)

@@ -8,14 +8,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.rl import cpu_backend, initialize
-from megatron.rl.arguments import FlagError, resolve
+from megatron.rl.arguments import resolve
 from megatron.rl.batching import build_micro_batch
 from megatron.rl.build import check_data, make_source
 from megatron.rl.computed import compute, computed_streams
@@ -30,6 +29,7 @@ from slime_loss import (
     PolicyLossConfig,
     RLHead,
     TokenBatch,
+    ValueHead,
     ValueLossConfig,
     merge_metrics,
     reduce_metrics,
@@ -47,6 +47,7 @@ from tests.spawn import World
 CONFIGS = (AdvantageConfig, PolicyLossConfig, ValueLossConfig, AggregationConfig, HeadConfig)
 RPP, PPO = "--advantage-estimator=reinforce_plus_plus", "--advantage-estimator=ppo"
 TIS, RS, KL = "--use-tis", "--use-rs", "--use-kl-loss"
+CRITIC = f"--loss-type=value_loss {PPO}"
 OWN_LOSS = f"--loss-type=custom_loss --custom-loss-function-path={HERE}"
 
 
@@ -92,6 +93,7 @@ CHANGES = {
     "rs_veto_threshold": Case(RS, f"{RS} --rs-veto-threshold=0.1"),
     "use_opsm": Case("", "--use-opsm"),
     "opsm_delta": Case("--use-opsm", "--use-opsm --opsm-delta=1"),
+    "value_clip": Case(CRITIC, f"{CRITIC} --value-clip=5"),
     "loss_aggregation": Case("", "--loss-aggregation=prompt_mean"),
     "loss_aggregation_constant": Case(
         "--loss-aggregation=constant --loss-aggregation-constant=24",
@@ -102,9 +104,6 @@ CHANGES = {
     "rollout_temperature": Case("", "--rollout-temperature=0.7"),
 }
 """Flags that change a loss, a gradient or a metric."""
-
-REFUSED = {"value_clip": ("--value-clip=0.3", "needs --loss-type value_loss")}
-"""Flags that a policy's loss cannot obey, and the rule that says so."""
 
 SAME = {
     "log_probs_chunk_size": "--log-probs-chunk-size=3",
@@ -129,12 +128,10 @@ CHOICES = {
 MORE = {
     "reinforce_plus_plus_baseline": "--kl-coef=0.1",  # without it the advantages of dr_grpo
     "constant": "--loss-aggregation-constant=24",
+    "value_loss": PPO,
     "custom_loss": f"--custom-loss-function-path={HERE}:plain_gradient",
 }
 """What a choice needs besides."""
-
-NO_POLICY = ("value_loss",)
-"""Choices that need another model."""
 
 WIDTH = 32
 
@@ -159,8 +156,8 @@ class Outcome:
 Run = Callable[[str], Outcome]
 
 
-def drawn_old_log_probs(rollout: Rollout) -> dict[int, Tensor]:
-    """Near the log-probs that `outcome`'s hidden states give, about -ln(vocabulary)."""
+def drawn_old_outputs(rollout: Rollout) -> dict[int, Tensor]:
+    """Near the log-probs that `outcome`'s hidden states give a policy, -ln(vocabulary)."""
     generator = torch.Generator().manual_seed(3)
     return {
         position: -5.7 + 0.3 * torch.randn(sample.response_length, generator=generator)
@@ -176,7 +173,7 @@ def outcome(rank: int, argv: list[str]) -> Outcome:
     with process_grid(config, world, torch.device("cpu")) as grid:
         source = make_source(config, check_data(config))
         rollout = plan_rollout(0, source.rollout(0), config)
-        computed = compute(rollout, drawn_old_log_probs(rollout), config, grid)
+        computed = compute(rollout, drawn_old_outputs(rollout), config, grid)
         streams = rollout.streams | computed_streams(rollout, config)
         step = rollout.steps[0]
         batches = [
@@ -188,10 +185,12 @@ def outcome(rank: int, argv: list[str]) -> Outcome:
             ).batch
             for pack in step.micro_batches[0]
         ]
-        return lossed(build_head(config, grid.groups), batches, config.layout.padded_vocab_size)
+        head = build_head(config, grid.groups)
+        is_critic = isinstance(head, ValueHead)
+        return lossed(head, batches, 1 if is_critic else config.layout.padded_vocab_size)
 
 
-def lossed(head: RLHead, batches: list[TokenBatch], num_columns: int) -> Outcome:
+def lossed(head: RLHead | ValueHead, batches: list[TokenBatch], num_columns: int) -> Outcome:
     """Forward and backward over drawn hidden states."""
     generator = torch.Generator().manual_seed(1)
     weight = (0.2 * torch.randn(num_columns, WIDTH, generator=generator)).requires_grad_()
@@ -230,7 +229,7 @@ def run(one_rank: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_flag_has_its_entry() -> None:
     names = [field.name for config in CONFIGS for field in fields(config)]
-    assert sorted(names) == sorted([*CHANGES, *REFUSED, *SAME])
+    assert sorted(names) == sorted([*CHANGES, *SAME])
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -248,9 +247,8 @@ def test_a_flag_changes_numbers(run: Run, name: str) -> None:
 def test_every_choice_is_one_of_its_own(run: Run, name: str) -> None:
     found = {}
     for choice in all_flags()[name].type.choices:
-        if choice not in NO_POLICY:
-            more = MORE.get(choice, "")
-            found[choice] = run(f"{CHOICES[name]} {all_flags()[name].spelling}={choice} {more}")
+        more = MORE.get(choice, "")
+        found[choice] = run(f"{CHOICES[name]} {all_flags()[name].spelling}={choice} {more}")
     for one, other in itertools.combinations(found, 2):
         assert found[one].differs(found[other]), (one, other)
 
@@ -258,16 +256,6 @@ def test_every_choice_is_one_of_its_own(run: Run, name: str) -> None:
 def test_every_flag_with_choices_is_looked_at() -> None:
     names = [field.name for config in CONFIGS for field in fields(config)]
     assert sorted(CHOICES) == sorted(name for name in names if all_flags()[name].type.choices)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_flag_is_refused(tmp_path: Path, name: str) -> None:
-    flags, rule = REFUSED[name]
-    data = write_rollouts(tmp_path / "rollouts.jsonl")
-    with pytest.raises(FlagError) as error:
-        resolve([*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", flags], 1, has_driver=False)
-    [violation] = error.value.violations
-    assert (violation.flag, violation.rule) == (all_flags()[name].spelling, rule)
 
 
 @pytest.mark.parametrize("objective", ["", "--advantage-estimator=gspo"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron.rl.model import unwrap
 from tests.megatron.rl.running import running
 from tests.megatron.rl.tiny import (
     RUN_FLAGS,
@@ -76,6 +77,17 @@ VARIANT_LAYOUTS = ("cp2 all-gather", "cp2 zigzag", "dp2", "pp2")
 def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
     """Loss, metrics and gradient norm of the first step on this layout."""
     with running(rank, world_size, argv) as run:
+        result = run.trainee.step(run.micro_batches())
+    assert result.updated
+    return {**result.metrics, "grad_norm": result.grad_norm}
+
+
+def critic_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
+    """The same of a critic whose head is not zero, which would teach the layers nothing."""
+    with running(rank, world_size, argv) as run:
+        if run.trainee.grid.is_last_stage:
+            weight = unwrap(run.trainee.chunks[-1]).output_layer.weight
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
         result = run.trainee.step(run.micro_batches())
     assert result.updated
     return {**result.metrics, "grad_norm": result.grad_norm}
@@ -166,3 +178,28 @@ def test_layout_changes_no_variant(worlds: dict[int, World], varied: list[str], 
     for layout in VARIANT_LAYOUTS:
         for result in worlds[2].run(first_step, 2, [*argv, *TWO_RANKS[layout]]):
             assert_same(result, expected, f"{name}, {layout}")
+
+
+CRITIC = ["--loss-type=value_loss", "--advantage-estimator=ppo", "--lambd=0.9", "--gamma=0.95"]
+
+
+@pytest.fixture(scope="module")
+def critic(worlds: dict[int, World], flags: list[str]) -> dict[str, float]:
+    [result] = worlds[1].run(critic_step, 1, [*of_critic(flags), "--micro-batch-size=1"])
+    assert result["value_loss"] == result["loss"]
+    assert result["grad_norm"] > 0.01
+    return result
+
+
+def of_critic(flags: list[str]) -> list[str]:
+    return [flag for flag in flags if flag not in POLICY[:2]] + CRITIC
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TWO_RANKS if name not in ("cp2 dynamic", "pp2 recomputed")]
+)
+def test_a_critic_is_the_same_on_every_layout(
+    worlds: dict[int, World], flags: list[str], critic: dict[str, float], name: str
+) -> None:
+    for result in worlds[2].run(critic_step, 2, [*of_critic(flags), *TWO_RANKS[name]]):
+        assert_same(result, critic, name)

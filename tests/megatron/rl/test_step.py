@@ -127,12 +127,12 @@ def test_a_gradient_that_is_not_finite_names_the_samples(
         assert second[1]
 
 
-def old_log_probs_of(rank: int, argv: list[str]) -> list[int]:
+def trained_outputs_of(rank: int, argv: list[str]) -> list[int]:
     with running(rank, 2, argv) as run:
         micro_batches = run.micro_batches()
-        log_probs = run.trainee.log_probs(micro_batches)
+        outputs = run.trainee.outputs(micro_batches)
         assert run.trainee.step(micro_batches).updated
-    return [len(values) for of_pack in log_probs for values in of_pack]
+    return [len(values) for of_pack in outputs for values in of_pack]
 
 
 def test_a_model_with_experts_scores_and_trains(two_ranks: World, tmp_path: Path) -> None:
@@ -147,5 +147,5 @@ def test_a_model_with_experts_scores_and_trains(two_ranks: World, tmp_path: Path
         "--rollout-batch-size=4",
         f"--rollout-data={write_rollouts(tmp_path / 'rollouts.jsonl', rows)}",
     ]
-    lengths = two_ranks.run(old_log_probs_of, argv)
+    lengths = two_ranks.run(trained_outputs_of, argv)
     assert sorted(lengths[0] + lengths[1]) == sorted(row["response_length"] for row in rows)

@@ -58,6 +58,20 @@ BROKEN = [
             ("--kl-coef 0.1", "kl_coef"),
         )
     ),
+    *(
+        (
+            f"--loss-type value_loss --advantage-estimator ppo {flags}",
+            1,
+            flags.split()[0][2:].replace("-", "_"),
+            "has no meaning in value_loss: a critic has no logits",
+        )
+        for flags in (
+            "--rollout-temperature 0.7",
+            "--log-probs-chunk-size 3",
+            "--log-probs-memory-mb 3",
+            "--recompute-loss-function",
+        )
+    ),
     ("--loss-type value_loss", 1, "advantage_estimator", "must be ppo with --loss-type value_l"),
     (
         f"--loss-type value_loss --custom-advantage-function-path {FUNCTION}",
