@@ -122,13 +122,17 @@ READ_ONLY_WITH = {
 def missing_values(variants: Iterable[Variant]) -> set[tuple[str, str]]:
     """(field, value) of every alternative of PolicyLossConfig that no variant runs."""
     everything = set(alternatives())
-    run = {
-        (name, config.objective if name == "policy_objective" else getattr(config, name))
+    return everything - {
+        (name, value_of(config, name))
         for config in (variant.config for variant in variants)
         for name, _ in everything
         if getattr(config, READ_ONLY_WITH.get(name, "loss_type"))
     }
-    return everything - run
+
+
+def value_of(config: PolicyLossConfig, name: str) -> str:
+    """The value in force of a field that names an alternative."""
+    return config.objective if name == "policy_objective" else getattr(config, name)
 
 
 def alternatives() -> Iterator[tuple[str, str]]:
