@@ -23,6 +23,7 @@ from megatron.rl.samples import BadRowsError, RowRules
 from megatron.rl.sources import FileSource, ReadOptions, RolloutFiles, check_rollouts
 from megatron.rl.step import Trainee, finalize_sum
 from megatron.rl.trainer import Trainer
+from slime_loss import RLHead
 
 
 def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
@@ -36,6 +37,8 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
     total_steps = count_steps(source, config)
     announce(config, source, total_steps)
     trainee = build_trainee(config, grid)
+    if isinstance(trainee.head, RLHead):  # a critic's has no choice to make
+        log_info(f"head: {trainee.head.describe()}")
     scheduler = build_scheduler(config, trainee, total_steps)
     checkpointer = Checkpointer(config, grid, trainee, scheduler, data_identity(config, source))
     restored = restore(config, checkpointer) or Restored(Progress(), {})

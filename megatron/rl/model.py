@@ -124,6 +124,7 @@ def build_head(config: RunConfig, groups: ProcessGroupCollection) -> RLHead | Va
         tp_group=groups.tp if groups.tp.size() > 1 else None,
         cp_group=groups.cp if groups.cp.size() > 1 else None,
         sequence_parallel=config.transformer.sequence_parallel,
+        accumulate_into_main_grad=True,
     )
 
 

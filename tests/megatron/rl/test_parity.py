@@ -203,3 +203,32 @@ def test_a_critic_is_the_same_on_every_layout(
 ) -> None:
     for result in worlds[2].run(critic_step, 2, [*of_critic(flags), *TWO_RANKS[name]]):
         assert_same(result, critic, name)
+
+
+def gradients(
+    rank: int, world_size: int, argv: list[str], into_main_grad: bool
+) -> dict[str, torch.Tensor]:
+    """The gradients of the first step, with or without the head adding its own to main_grad."""
+    with running(rank, world_size, argv) as run:
+        run.trainee.head.accumulate_into_main_grad = into_main_grad
+        run.trainee.step(run.micro_batches())
+        return {
+            name: parameter.main_grad.clone()
+            for chunk in run.trainee.chunks
+            for name, parameter in chunk.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2 overlap", "dp2 distributed optimizer", "pp2", "tp2"])
+def test_the_head_adds_to_main_grad_what_autograd_would(
+    worlds: dict[int, World], flags: list[str], name: str
+) -> None:
+    argv = [*flags, *TWO_RANKS[name]]
+    found, expected = (worlds[2].run(gradients, 2, argv, into) for into in (True, False))
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.keys() == wanted.keys()
+        for parameter, gradient in wanted.items():
+            largest = float(gradient.abs().max())
+            torch.testing.assert_close(
+                got[parameter], gradient, rtol=0, atol=1e-6 * largest, msg=parameter
+            )
