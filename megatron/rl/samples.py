@@ -111,9 +111,15 @@ class RowError:
 
     def __str__(self) -> str:
         """`file:line: field rule: field=value; fix: ...`."""
-        place = f"{self.file}:{self.line}" if self.line else self.file
+        file = printable(self.file)
+        place = f"{file}:{self.line}" if self.line else file
         fix = f"; fix: {self.fix}" if self.fix else ""
         return f"{place}: {self.field} {self.rule}: {self.field}={self.value}{fix}"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what a terminal would obey or cannot show as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class BadRowsError(Exception):

@@ -11,6 +11,7 @@ import torch
 
 from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.flags.rule import Violation
+from megatron.rl.samples import printable
 from megatron.rl.sources.paths import expand_paths
 from slime_loss.custom import load_function
 
@@ -78,10 +79,11 @@ def _custom_functions(flags: Mapping[str, Any]) -> Iterator[Violation]:
 def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:
     files, errors = expand_paths(paths)
     for error in errors:
-        yield _violation("--rollout-data", error.rule, error.file, error.fix)
+        yield _violation("--rollout-data", error.rule, printable(error.file), error.fix)
     for file in files:
-        if not Path(file).is_file():
-            yield _violation("--rollout-data", "must be a file that exists", file, "check the path")
+        if not os.path.isfile(file):
+            rule = "must be a file that exists"
+            yield _violation("--rollout-data", rule, printable(file), "check the path")
 
 
 def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Violation]:

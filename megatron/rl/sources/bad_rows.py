@@ -10,6 +10,7 @@ from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import open_rows
 from megatron.rl.sources.row import BadFileError
 from megatron.rl.sources.scan import BadRow, error_of
+from megatron.rl.sources.values import free_text
 
 MAX_ROW_CHARS = 1 << 20
 
@@ -82,5 +83,5 @@ class BadRowLog:
         if isinstance(raw, bytes):
             text = raw.decode(errors="replace").rstrip("\r\n")
         else:
-            text = json.dumps(raw, default=repr)
+            text = free_text(raw, MAX_ROW_CHARS)
         return text if len(text) <= MAX_ROW_CHARS else None

@@ -4,6 +4,7 @@ One rank runs it. What it returns is small and picklable: the others receive it 
 it, and each reads rows through it.
 """
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from megatron.rl.samples import RowRules
+from megatron.rl.samples import RowRules, printable
 from megatron.rl.sources.bad_rows import BadRowLog
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.files import RolloutFiles
@@ -28,13 +29,15 @@ from megatron.rl.sources.index import (
 )
 from megatron.rl.sources.paths import expand_paths
 from megatron.rl.sources.row import BadFileError
-from megatron.rl.sources.scan import BadRow, Task, scan_tasks
+from megatron.rl.sources.scan import BadRow, Task, scan_tasks, unreadable
 
 BYTES_PER_WORKER = 32 << 20
 """Below this a process of its own costs more than it saves."""
 MAX_WORKERS = 8
 BAR_DELAY = 1.0
 """Seconds before a bar is shown: short work needs none."""
+
+_MESSAGES = logging.getLogger("megatron.rl.sources")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -110,10 +113,10 @@ def _scan(
     progress: Progress | None,
 ) -> np.ndarray:
     """The index of all good rows, lines counted in their files."""
-    tasks, sizes = _tasks(files, rules, options, bad)
+    tasks, states = _tasks(files, rules, options, bad)
     total = sum(task.part.num_bytes for task in tasks)
     found = [np.empty(0, ROW_DTYPE)]
-    blank = set(sizes)
+    blank = set(states)
     lines: dict[int, int] = defaultdict(int)  # of each file, before the current part
     done = 0
     with _reporting(progress) as report:
@@ -124,14 +127,15 @@ def _scan(
                 blank.discard(task.path)
             for row in batch.bad_rows:
                 bad.add(_moved(row, lines[task.file]))
+            _warn_of_names(task.path, batch.near_misses)
             report(done + int(batch.fraction * task.part.num_bytes), total)
             if batch.last:
                 lines[task.file] += batch.num_lines
                 done += task.part.num_bytes
-    for path, size in sizes.items():
+    for path, state in states.items():
         if path in blank:
             bad.add_file(path, BadFileError("must hold rows", "blank", "write the rows"))
-        if not os.path.exists(path) or os.path.getsize(path) != size:
+        if _state_of(path) != state:
             rule = "must not change while it is read"
             bad.add_file(path, BadFileError(rule, "changed", "let its writer end first"))
     return np.concatenate(found)
@@ -139,19 +143,40 @@ def _scan(
 
 def _tasks(
     files: Sequence[str], rules: RowRules, options: ReadOptions, bad: BadRowLog
-) -> tuple[list[Task], dict[str, int]]:
-    """The parts of every usable file, and the files' sizes."""
+) -> tuple[list[Task], dict[str, tuple[int, int] | None]]:
+    """The parts of every usable file, and the state each file is in."""
     tasks: list[Task] = []
-    sizes: dict[str, int] = {}
+    states: dict[str, tuple[int, int] | None] = {}
     for file, path in enumerate(files):
         try:
+            state = _state_of(path)
             parts = open_rows(path, UnitCache(), trust_pickle=options.trust_pickle).parts()
-            sizes[path] = os.path.getsize(path)
         except BadFileError as fault:
             bad.add_file(path, fault)
             continue
+        except OSError as error:
+            bad.add_file(path, unreadable(error))
+            continue
+        states[path] = state
         tasks += [Task(file, path, part, rules, options.trust_pickle) for part in parts]
-    return tasks, sizes
+    return tasks, states
+
+
+def _state_of(path: str) -> tuple[int, int] | None:
+    """Bytes and time of the last change, of which one differs once a file is written to."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _warn_of_names(path: str, near_misses: dict[str, str]) -> None:
+    """Fields of any name are allowed, so a misspelt one is no error."""
+    for name, meant in near_misses.items():
+        _MESSAGES.warning(
+            f"{printable(path)}: field {printable(name)} is not read; did you mean {meant}?"
+        )
 
 
 def _moved(bad: BadRow, lines: int) -> BadRow:

@@ -13,6 +13,7 @@ import numpy as np
 from megatron.rl.samples import BadRowsError, RowRules, Sample
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import RowFile, open_rows
+from megatron.rl.sources.index import checksum_of
 from megatron.rl.sources.row import BadFileError, BrokenRuleError
 from megatron.rl.sources.rules import check_row, make_sample
 from megatron.rl.sources.scan import error_of
@@ -102,6 +103,8 @@ class RolloutFiles:
         lengths = (len(row.tokens), row.response_length)
         if lengths != (entry["total_length"], entry["response_length"]):
             raise _changed(path, line, f"{lengths} tokens and response tokens")
+        if checksum_of(row) != entry["checksum"]:
+            raise _changed(path, line, "other tokens or another loss mask")
         return make_sample(row, entry, origin=f"{path}:{line}")
 
 

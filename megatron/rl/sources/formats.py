@@ -5,7 +5,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.row import BadFileError, Row
@@ -46,6 +46,10 @@ class RowFile(Protocol):
         """Parse one raw row; a broken rule is a `BrokenRuleError`."""
         ...
 
+    def names(self) -> set[Any]:
+        """What fields are called in the file, or in its first rows; not all need be text."""
+        ...
+
     def read(self, places: Sequence[int]) -> list[Any]:
         """The raw rows at these places, in this order."""
         ...
@@ -78,13 +82,31 @@ def open_rows(path: str, cache: UnitCache, *, trust_pickle: bool = False) -> Row
     return JsonlRows(path)
 
 
+def open_regular(path: str, buffering: int = -1) -> BinaryIO:
+    """A regular file, open for reading; never waits, as opening a pipe does for a writer.
+
+    Raises:
+        BadFileError: It is something else.
+        OSError: It cannot be opened.
+    """
+    kind = os.stat(path).st_mode
+    descriptor = -1
+    if stat.S_ISREG(kind):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        kind = os.fstat(
+            descriptor
+        ).st_mode  # of what was opened, which may be something else by now
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb", buffering=buffering)
+    if descriptor >= 0:
+        os.close(descriptor)
+    value = "a folder" if stat.S_ISDIR(kind) else "a pipe, socket or device"
+    raise BadFileError("must be a regular file", value, "write the rows into a file first")
+
+
 def _check_file(path: str) -> None:
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
-            raise BadFileError("must be a regular file", kind, "write the rows into a file first")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(8)
     except OSError as error:
         raise BadFileError(

@@ -2,13 +2,20 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import BinaryIO
 
-from megatron.rl.sources.formats import Part
+import msgspec
+
+from megatron.rl.sources.formats import Part, open_regular
 from megatron.rl.sources.row import MAX_ROW_BYTES, Row, row_from_json
 
+NAMED_ROWS = 16
+"""So many rows tell what the fields of a file are called."""
 PART_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
+_JSON_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class JsonlRows:
@@ -25,7 +32,7 @@ class JsonlRows:
 
     def scan(self, part: Part) -> Iterator[tuple[int, bytes | None]]:
         """(offset, line) of every line that starts in the part; None for a blank line."""
-        with open(self._path, "rb", buffering=BLOCK_BYTES) as file:
+        with open_regular(self._path, BLOCK_BYTES) as file:
             place = _after_newline(file, part.start - 1, part.stop) if part.start else 0
             file.seek(place)
             while place < part.stop:
@@ -45,11 +52,19 @@ class JsonlRows:
     def read(self, places: Sequence[int]) -> list[bytes]:
         """The lines at these offsets; read in the order of the file, given in the order asked."""
         lines = {}
-        with open(self._path, "rb") as file:
+        with open_regular(self._path) as file:
             for place in sorted(set(places)):
                 file.seek(place)
                 lines[place] = file.readline(MAX_ROW_BYTES + 1)
         return [lines[place] for place in places]
+
+    def names(self) -> set[str]:
+        """The names of the first rows' fields."""
+        names: set[str] = set()
+        for _, line in islice(self.scan(Part(0, BLOCK_BYTES, BLOCK_BYTES)), NAMED_ROWS):
+            with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                names.update(_JSON_NAMES.decode(line or b"{}"))
+        return names
 
 
 def _after_newline(file: BinaryIO, place: int, stop: int) -> int:

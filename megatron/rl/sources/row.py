@@ -1,7 +1,8 @@
 """The row on the wire: its fields, their types and ranges.
 
 Every format ends here: a JSONL line is decoded straight into `Row`, a Parquet record or a slime
-dump's dict is converted into it. What spans fields is in `rules.py`.
+dump's dict is converted into it. What spans fields is in `rules.py`, how a value is shown in
+`values.py`.
 """
 
 import json
@@ -14,8 +15,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from megatron.rl.sources.values import plain, shown, size_of
+
 MAX_ROW_BYTES = 64 << 20
 """A longer line is refused unread: it is a file without line ends, not a sample."""
+MAX_ROW_ITEMS = MAX_ROW_BYTES // 2
+"""As many as a line can hold; formats that repeat a number in less space are held to it too."""
 LOG_PROB_SLACK = 1e-4
 """A log-prob may be this far above 0: engines round a log-softmax in low precision."""
 FLOAT32_MAX = 3.4028234663852886e38
@@ -56,6 +61,8 @@ class Row(msgspec.Struct):
 
 FIELDS = Row.__struct_fields__
 FREE_FIELDS = ("prompt", "response", "label")
+MAX_RULE_CHARS = 300
+MAX_INTEGER_CHARS = 1000
 
 FIXES = {
     "tokens": "give the ids of prompt and response, made with the model's own tokenizer",
@@ -76,7 +83,8 @@ FIXES = {
     "remove_sample": "use true or false",
     "line": "write one JSON object a line, in UTF-8",
 }
-FIXES |= dict.fromkeys(FREE_FIELDS, "write valid Unicode, or leave the field out")
+FREE_FIX = "write valid JSON and Unicode, or leave the field out"
+FIXES |= dict.fromkeys(FREE_FIELDS, FREE_FIX)
 
 
 class BrokenRuleError(Exception):
@@ -91,10 +99,10 @@ class BrokenRuleError(Exception):
 
     def __init__(self, field: str, rule: str, value: object, fix: str | None = None) -> None:
         super().__init__(field, rule, value, fix)
-        self.field = field
-        self.rule = rule
+        self.field = shown(field)
+        self.rule = shown(rule, MAX_RULE_CHARS)
         self.value = shown(value)
-        self.fix = FIXES.get(re.split(r"[.\[]", field)[0], "") if fix is None else fix
+        self.fix = FIXES.get(re.split(r"[.\[]", field)[0], FREE_FIX) if fix is None else fix
 
 
 class BadFileError(BrokenRuleError):
@@ -102,15 +110,6 @@ class BadFileError(BrokenRuleError):
 
     def __init__(self, rule: str, value: object, fix: str) -> None:
         super().__init__("file", rule, value, fix)
-
-
-def shown(value: object, limit: int = 80) -> str:
-    """`value` as an error shows it: printable, at most `limit` characters."""
-    if isinstance(value, str | bytes | list | tuple):
-        value = value[: limit + 1]
-    text = value if isinstance(value, str) else repr(value)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: limit + 1])
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def row_from_json(line: bytes) -> Row:
@@ -123,13 +122,15 @@ def row_from_json(line: bytes) -> Row:
         raise BrokenRuleError("line", f"must be at most {MAX_ROW_BYTES} bytes long", _text(line))
     line = line.removeprefix(b"\xef\xbb\xbf").strip()
     try:
+        if not line.isascii():
+            line.decode()  # fields that are passed over must be UTF-8 too
         row = _JSON_ROW.decode(line)
     except msgspec.ValidationError as error:
-        raise _fault(error, lambda: json.loads(line)) from None
+        raise _fault(error, lambda: json.loads(line, parse_int=_integer)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(line, error) from None
     names = [piece for piece in line.split(b'"') if piece in _NAMES]
-    if len(names) > len(set(names)):
+    if len(names) > len(set(names)) or _ESCAPED_NAME.search(line):
         _refuse_repeated_fields(line)
     return row
 
@@ -142,23 +143,42 @@ def row_from_record(record: object) -> Row:
     """
     if not isinstance(record, Mapping):
         raise BrokenRuleError("line", "must be a dict of fields", record)
-    known = {name: plain(record[name]) for name in FIELDS if name in record}
+    known = {name: _plain(name, record[name]) for name in FIELDS if name in record}
     try:
         return msgspec.convert(known, Row)
     except msgspec.ValidationError as error:
         raise _fault(error, lambda: known) from None
 
 
-def plain(value: Any) -> Any:
-    """Tensors, arrays and numpy numbers as Python's own; everything else as it is."""
-    if isinstance(value, list) and value and hasattr(value[0], "tolist"):
-        return [plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 _JSON_ROW = msgspec.json.Decoder(Row)
 _NAMES = frozenset(name.encode() for name in FIELDS)
-_MESSAGE = re.compile(r"(?P<rule>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_ESCAPED_NAME = re.compile(rb"\\u00[567][0-9a-fA-F]")
+"""An escaped letter may be one of a field's name, which writers of JSON leave as they are."""
+_MESSAGE = re.compile(r"(?P<rule>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
+
+
+def _plain(name: str, value: object) -> object:
+    """The value of a field as Python's own.
+
+    Raises:
+        BrokenRuleError: It has no order, has no numbers, or more of them than a row may have.
+    """
+    if name in FREE_FIELDS:
+        return value
+    if size_of(value) > MAX_ROW_ITEMS:
+        rule = f"must have at most {MAX_ROW_ITEMS} items"
+        raise BrokenRuleError(name, rule, f"{size_of(value)} items")
+    if isinstance(value, set | frozenset):
+        raise BrokenRuleError(name, "must be array, got set", value)
+    try:
+        return plain(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BrokenRuleError(name, f"must hold plain values ({error})", type(value)) from None
+
+
+def _integer(digits: str) -> int | str:
+    """An integer as it is, or as text where it is longer than Python converts."""
+    return int(digits) if len(digits) < MAX_INTEGER_CHARS else digits
 
 
 def _fault(error: msgspec.ValidationError, record: Callable[[], Any]) -> BrokenRuleError:
@@ -166,13 +186,15 @@ def _fault(error: msgspec.ValidationError, record: Callable[[], Any]) -> BrokenR
     match = _MESSAGE.fullmatch(str(error))
     assert match is not None, "the pattern matches every text"
     rule, path = match["rule"].replace("`", ""), match["path"] or "line"
-    rule = rule.replace(" | null", "").replace("Number out of range", "must fit a 64-bit number")
+    rule = re.sub(r"^(Number|Integer value) out of range", "must fit a 64-bit number", rule)
+    rule = rule.replace(" | null", "")
     rule = re.sub("^Invalid enum value.*", f"must be one of {', '.join(STATUSES)}", rule)
     try:
         value = _at(record(), path)
     except (ValueError, LookupError, TypeError, RecursionError):
-        value = "?"
-    return BrokenRuleError(path, re.sub("^Expected", "must be", rule), value)
+        value = "(nested too deep to show)"
+    rule = re.sub("^Expected", "must be", rule)
+    return BrokenRuleError(path, f"keys {rule}" if match["key"] else rule, value)
 
 
 def _at(record: Any, path: str) -> Any:

@@ -1,13 +1,13 @@
 """The rules that span the fields of a row, and the way from a checked row to a `Sample`."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from megatron.rl.samples import RowRules, Sample
-from megatron.rl.sources.row import FLOAT32_MAX, BrokenRuleError, Row, plain
+from megatron.rl.sources.row import FLOAT32_MAX, BrokenRuleError, Row
+from megatron.rl.sources.values import free_text, plain, shown, size_of
 
 RESPONSE_STREAMS = ("loss_mask", "rollout_log_probs", "ref_log_probs", "values")
 """Fields of one item per response token."""
@@ -53,7 +53,7 @@ def reward_of(row: Row, rules: RowRules) -> float:
         raise BrokenRuleError("reward", "must be given", None)
     if isinstance(reward, dict):
         raise BrokenRuleError(
-            "reward", "must be a number", reward, f"pass --reward-key, one of {sorted(reward)}"
+            "reward", "must be a number", reward, f"pass --reward-key, one of {_keys(reward)}"
         )
     return float(reward)
 
@@ -213,13 +213,15 @@ def _reward_by_key(reward: object, key: str) -> float:
         raise BrokenRuleError("reward", f"must be a dict that has --reward-key {key}", reward)
     if key not in reward:
         rule = f"must have --reward-key {key}"
-        raise BrokenRuleError(
-            "reward", rule, sorted(map(str, reward)), "name one of the keys there are"
-        )
-    value = plain(reward[key])
+        raise BrokenRuleError("reward", rule, _keys(reward), "name one of the keys there are")
+    value = plain(reward[key]) if size_of(reward[key]) == 1 else reward[key]
     if not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
         raise BrokenRuleError(f"reward.{key}", "must be a finite number", value)
     return float(value)
+
+
+def _keys(reward: Mapping[str, Any]) -> str:
+    return shown(sorted(reward))
 
 
 def _array(values: list[Any] | None, dtype: type) -> np.ndarray | None:
@@ -228,6 +230,4 @@ def _array(values: list[Any] | None, dtype: type) -> np.ndarray | None:
 
 def _text(value: object) -> str | None:
     """Free fields may hold anything (a chat is a list of messages); as text they stay readable."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return None if value is None else free_text(value)

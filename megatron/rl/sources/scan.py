@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megatron.rl.samples import RowError, RowRules
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import Part, open_rows
 from megatron.rl.sources.index import ROW_DTYPE, entry_of
+from megatron.rl.sources.names import near_misses
 from megatron.rl.sources.row import BadFileError, BrokenRuleError
 from megatron.rl.sources.rules import check_row
 
@@ -59,16 +60,20 @@ class RowBatch:
     fraction: float
     """How much of the part is done, in [0, 1]."""
     last: bool
+    near_misses: dict[str, str] = field(default_factory=dict)
+    """Fields that are not read, and what they may mean; told at the end of a file's first part."""
 
 
 def scan_part(task: Task) -> Iterator[RowBatch]:
     """Check every row of a part, a bounded number of rows at a time."""
     entries: list[tuple] = []
     bad_rows: list[BadRow] = []
+    near: dict[str, str] = {}
     line = 0
 
     def batch(fraction: float, *, last: bool) -> RowBatch:
-        found = RowBatch(np.array(entries, ROW_DTYPE), list(bad_rows), line, fraction, last)
+        index = np.array(entries, ROW_DTYPE)
+        found = RowBatch(index, list(bad_rows), line, fraction, last, near if last else {})
         entries.clear()
         bad_rows.clear()
         return found
@@ -87,17 +92,24 @@ def scan_part(task: Task) -> Iterator[RowBatch]:
                 bad_rows.append(BadRow(error_of(fault, task.path, line), place))
             if len(entries) + len(bad_rows) >= BATCH_ROWS:
                 yield batch(_fraction(place, task.part), last=False)
+        near = near_misses(rows.names() if task.part.start == 0 else ())
     except BadFileError as fault:
         bad_rows.append(BadRow(error_of(fault, task.path, 0), -1))
-    except OSError as error:
-        fault = BadFileError("must be readable", error.strerror or error, "check the disk it is on")
-        bad_rows.append(BadRow(error_of(fault, task.path, 0), -1))
+    except (OSError, MemoryError) as error:
+        bad_rows.append(BadRow(error_of(unreadable(error), task.path, 0), -1))
     yield batch(1.0, last=True)
 
 
 def error_of(fault: BrokenRuleError, path: str, line: int) -> RowError:
     """A fault with the file and line it was found at."""
     return RowError(path, line, fault.field, fault.rule, fault.value, fault.fix)
+
+
+def unreadable(error: OSError | MemoryError) -> BadFileError:
+    """What a failed read is to the user."""
+    if isinstance(error, MemoryError):
+        return BadFileError("must fit into memory", "too large", "write it in smaller files")
+    return BadFileError("must be readable", error.strerror or error, "check the disk it is on")
 
 
 def scan_tasks(tasks: Sequence[Task], num_workers: int) -> Iterator[tuple[Task, RowBatch]]:
@@ -141,16 +153,19 @@ def _start(tasks: Sequence[Task]) -> subprocess.Popen:
 
 
 def _answers(worker: subprocess.Popen, task: Task) -> Iterator[RowBatch]:
-    """The batches of one task; a pipe holds little, so a worker that is ahead waits."""
+    """The batches of one task; a pipe holds little, so a worker that is ahead waits.
+
+    A worker ends early where a file breaks its reader or the machine has no memory left.
+    """
     last = False
     while not last:
         try:
             batch = pickle.load(worker.stdout)
         except (EOFError, pickle.UnpicklingError):
-            code = worker.wait()
-            raise RuntimeError(
-                f"a process that checks rows must not end early: exit code={code}, file={task.path}"
-            ) from None
+            rule, fix = "must be readable to its end", "check memory, then the file"
+            fault = BadFileError(rule, f"exit code {worker.wait()} of its reader", fix)
+            bad = BadRow(error_of(fault, task.path, 0), -1)
+            batch = RowBatch(np.empty(0, ROW_DTYPE), [bad], 0, 1.0, last=True)
         last = batch.last
         yield batch
 

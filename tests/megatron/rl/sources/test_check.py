@@ -229,5 +229,6 @@ def test_a_worker_that_dies_is_named(
     monkeypatch.setattr("megatron.rl.sources.scan._WORKER", "raise SystemExit(3)")
     path = write([make_row(i) for i in range(9)])
     monkeypatch.setattr(jsonl, "PART_BYTES", 500)
-    with pytest.raises(RuntimeError, match=f"must not end early: exit code=3, file={path}"):
-        check_rollouts([path], RULES, ReadOptions(num_workers=2))
+    error = errors_of([path], options=ReadOptions(num_workers=2))[0]
+    assert (error.file, error.line, error.rule) == (path, 0, "must be readable to its end")
+    assert error.value == "exit code 3 of its reader"
