@@ -41,7 +41,7 @@ class GradientSums:
         weight_sum: Tensor | None = None,
     ) -> None:
         self._projection = projection
-        self._buffer = projection.empty_logits(min(plan.room_rows, len(projection.softmax.rows)))
+        self._buffer = projection.empty_logits(min(plan.chunk_rows, len(projection.softmax.rows)))
         self._waiting: list[Int64[Tensor, " active"]] = []
         self._num_waiting = 0
 

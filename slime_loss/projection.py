@@ -17,10 +17,10 @@ from slime_loss.vocab_softmax import VocabSoftmax
 _BLOCK_BYTES = 8 * 2**20
 
 # Rows of logits that a matrix product needs to run at full speed, by measurement.
-_CPU_ROWS, _GPU_ROWS = 256, 2048
+_CPU_ROWS, _GPU_ROWS = 368, 2048
 
 # What logits may hold where nobody says it, if those rows are content with it.
-_CPU_BYTES, _GPU_BYTES = 50 * 2**20, 2**30
+_CPU_BYTES, _GPU_BYTES = 45 * 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,11 @@ class RowPlan:
     """How the labelled rows are worked through.
 
     Attributes:
-        chunk_rows: The most rows projected at a time.
-        room_rows: The rows of logits and of their gradients there is room for beside what is kept.
+        chunk_rows: The most rows projected at a time, and formed into gradients.
         num_kept: The chunks whose logits are kept for the backward, from the first on.
     """
 
     chunk_rows: int
-    room_rows: int
     num_kept: int = 0
 
 
@@ -55,22 +53,17 @@ def plan_rows(
     block_bytes = max(cache_bytes(weight), row_bytes)
     if memory_bytes is None:
         rows, least = (_GPU_ROWS, _GPU_BYTES) if weight.is_cuda else (_CPU_ROWS, _CPU_BYTES)
-        memory_bytes = _room(rows) * row_bytes + softmax.temporaries * block_bytes
+        memory_bytes = rows * row_bytes + softmax.temporaries * block_bytes
         memory_bytes = max(memory_bytes, least)
     if chunk_rows is None:
         # Temporaries are as large as the chunk, or as a block where that is smaller.
-        rows_of_chunks = memory_bytes * 16 // ((25 + 16 * softmax.temporaries) * row_bytes)
+        rows_of_chunks = memory_bytes // ((1 + softmax.temporaries) * row_bytes)
         left = memory_bytes - softmax.temporaries * block_bytes
-        chunk_rows = max(left * 16 // (25 * row_bytes), rows_of_chunks, 1)
+        chunk_rows = max(left // row_bytes, rows_of_chunks, 1)
     chunk_bytes = chunk_rows * row_bytes
-    left = memory_bytes - _room(chunk_rows) * row_bytes
+    left = memory_bytes - chunk_bytes
     left -= softmax.temporaries * min(chunk_bytes, block_bytes)
-    return RowPlan(chunk_rows, _room(chunk_rows), max(left // chunk_bytes, 0))
-
-
-def _room(chunk_rows: int) -> int:
-    """Rows for a chunk of logits, and gradients of half a chunk that wait for more."""
-    return chunk_rows + chunk_rows * 9 // 16
+    return RowPlan(chunk_rows, max(left // chunk_bytes, 0))
 
 
 @dataclass(frozen=True)
