@@ -165,7 +165,7 @@ class TestReadme:
             assert set(names) - special <= set(flags), names
             known = {str(shown_default(flags[name])) for name in names if name in flags}
             for default in defaults:
-                if default.startswith("required") or default == "64 MiB":
+                if default.startswith("required"):
                     continue
                 num_checked += 1
                 if names[0] != "--loss-aggregation":  # None there, so that its alias may set it
