@@ -165,7 +165,9 @@ def _summands(streams: Streams, config: PolicyLossConfig, tokens: _TokenStage) -
         assert tokens.mismatch is not None, "only use_rs has a veto"
         is_vetoed = _ratio(tokens.mismatch) < config.rs_veto_threshold
         summands["vetoed"] = streams.batch.loss_mask & is_vetoed
-    if tokens.accepted is not streams.batch.loss_mask:
+    # Whether the config may reject single tokens, not whether this rank did: all sum the same.
+    rejects_by_ratio = config.use_rs and config.rs_level == "token"
+    if rejects_by_ratio or config.custom_tis_function_path is not None:
         summands["num_accepted"] = tokens.accepted
     if config.objective == "gspo" or config.use_opsm:
         current = streams.predictions

@@ -10,8 +10,10 @@ from torch.testing import assert_close
 
 from slime_loss import PolicyLossConfig, TokenBatch, load_function, make_objective, policy_loss
 from tests.slime_loss import user_functions
+from tests.slime_loss.places import Place, Topology
 from tests.slime_loss.reference_policy import shown
 from tests.slime_loss.references import gradients, random_batch, trained_rows
+from tests.slime_loss.simulated_ranks import check_same_collectives, simulate
 
 HERE = "tests.slime_loss.user_functions"
 RATIO = PolicyLossConfig(
@@ -128,6 +130,32 @@ def test_a_rejected_token_leaves_the_mean_of_its_sample() -> None:
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+def test_a_correction_may_reject_on_one_rank_and_none_on_another() -> None:
+    config = PolicyLossConfig(
+        use_tis=True, custom_tis_function_path=f"{HERE}:wrong", policy_objective="gspo"
+    )
+    log_probs, entropy, batch = random_batch(6, 12)
+
+    def run_rank(place: Place) -> Tensor:
+        own = replace(batch, loss_mask=batch.loss_mask & (torch.arange(12) % 2 == place.rank))
+        objective = make_objective(config, cp_group=place.cp_group)
+        return objective.function(log_probs, entropy, own).loss.detach()
+
+    def run_all(*says_none: int) -> Tensor:
+        def wrong(train: Tensor, *_: Any, cp_group: Any) -> Any:
+            is_none = torch.distributed.get_rank(cp_group) in says_none
+            weights = torch.ones_like(train)
+            return weights, None if is_none else weights.bool()
+
+        topology = Topology(cp_size=2)
+        with patch.object(user_functions, "wrong", wrong, create=True):
+            losses, calls = simulate(topology, run_rank)
+        check_same_collectives(topology, calls)
+        return torch.stack(losses)
+
+    assert torch.equal(run_all(0), run_all())
 
 
 @pytest.mark.parametrize(
