@@ -33,6 +33,9 @@ def fused_loss(
         call: The call; its labels are those of the rows that train.
         objective: A row-separable one.
         batch: The streams.
+
+    Returns:
+        The loss, with gradient to the inputs, and the metrics.
     """
     softmax = call.softmax
     with torch.no_grad():

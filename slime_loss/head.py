@@ -143,6 +143,6 @@ class RLHead(nn.Module):
             chunk_rows=head.log_probs_chunk_size,
             memory_bytes=None if memory is None else memory * 2**20,
             keeps_logits=not head.recompute_loss_function,
-            adds_to_main_grad=self.accumulate_into_main_grad,
+            accumulate_into_main_grad=self.accumulate_into_main_grad,
         )
         return prepare_call(inputs, batch.trained_labels, softmax, options)

@@ -45,19 +45,27 @@ class HeadOptions:
         chunk_rows: Rows projected at a time; None takes what memory_bytes allow.
         memory_bytes: For logits; None takes what makes the products fast.
         keeps_logits: Whether logits may be kept for the backward.
-        adds_to_main_grad: Whether the weight's gradient goes to its main_grad, if it has one.
+        accumulate_into_main_grad: Whether the weight's gradient goes to its main_grad, if it
+            has one.
     """
 
     sequence_parallel: bool = False
     chunk_rows: int | None = None
     memory_bytes: int | None = None
     keeps_logits: bool = True
-    adds_to_main_grad: bool = False
+    accumulate_into_main_grad: bool = False
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """A call whose arguments are checked."""
+    """A call whose arguments are checked.
+
+    Attributes:
+        softmax: Of the rows that have a label.
+        plan: How those are worked through.
+        tp_group: The ranks that share the vocabulary out; None is one process.
+        options: As given.
+    """
 
     softmax: VocabSoftmax
     plan: RowPlan
@@ -74,7 +82,7 @@ class HeadCall:
 
     def main_grad(self, weight: Tensor) -> Tensor | None:
         """What the weight's gradient is added to, if it is not left to autograd."""
-        return main_grad_of(weight) if self.options.adds_to_main_grad else None
+        return main_grad_of(weight) if self.options.accumulate_into_main_grad else None
 
     def handed_over(
         self, gradients: HeadGradients, weight: Tensor, dtype: torch.dtype
@@ -127,11 +135,11 @@ def prepare_call(
     check_rows_and_labels("hidden", hidden, labels, shards)
     _check_weight(hidden, weight, bias)
     chunk_rows = checked_chunk_rows(options.chunk_rows)
-    rows = VocabSoftmax(labels, weight.shape[0], hidden.dtype, softmax)
-    plan = plan_rows(rows, weight, chunk_rows, options.memory_bytes)
+    of_labels = VocabSoftmax(labels, weight.shape[0], hidden.dtype, softmax)
+    plan = plan_rows(of_labels, weight, chunk_rows, options.memory_bytes)
     if not (options.keeps_logits and torch.is_grad_enabled() and any(inputs.needed)):
         plan = replace(plan, num_kept=0)
-    return HeadCall(rows, plan, softmax.tp_group, options)
+    return HeadCall(of_labels, plan, softmax.tp_group, options)
 
 
 def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

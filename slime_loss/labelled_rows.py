@@ -20,6 +20,7 @@ class LabelledRows:
         vocab_size: Labels are below it.
 
     Attributes:
+        num_tokens: T, all rows.
         index: [n], the rows that have a label.
         labels: [n], their labels.
 
@@ -28,7 +29,7 @@ class LabelledRows:
     """
 
     def __init__(self, labels: Int64[Tensor, " tokens"], vocab_size: int) -> None:
-        self._num_tokens = labels.shape[0]
+        self.num_tokens = labels.shape[0]
         self.index = (labels != IGNORED_LABEL).nonzero().squeeze(1)
         self.labels = labels.index_select(0, self.index)
         outside = (self.labels < 0) | (self.labels >= vocab_size)
@@ -43,14 +44,9 @@ class LabelledRows:
         return self.index.shape[0]
 
     @property
-    def num_tokens(self) -> int:
-        """Number of all rows T."""
-        return self._num_tokens
-
-    @property
     def others(self) -> Int64[Tensor, " others"]:
         """The rows that have no label."""
-        is_other = torch.ones(self._num_tokens, dtype=torch.bool, device=self.index.device)
+        is_other = torch.ones(self.num_tokens, dtype=torch.bool, device=self.index.device)
         return is_other.index_fill_(0, self.index, False).nonzero().squeeze(1)
 
     def chunks(self, chunk_rows: int) -> list[slice]:
@@ -62,17 +58,17 @@ class LabelledRows:
 
     def num_chunks_missing(self, chunk_rows: int) -> int:
         """How many chunks more there would be if every row had a label."""
-        return max(-(-self._num_tokens // chunk_rows), 1) - len(self.chunks(chunk_rows))
+        return max(-(-self.num_tokens // chunk_rows), 1) - len(self.chunks(chunk_rows))
 
     def take(self, tensor: Tensor, chunk: slice = _ALL) -> Tensor:
         """The labelled rows of a [T, ...] tensor; a view of it where every row has a label."""
-        if len(self) == self._num_tokens:
+        if len(self) == self.num_tokens:
             return tensor[chunk]
         return tensor.index_select(0, self.index[chunk])
 
     def put_(self, tensor: Tensor, values: Tensor, chunk: slice = _ALL) -> None:
         """Write the values of labelled rows into a [T, ...] tensor that the caller owns."""
-        if len(self) == self._num_tokens:
+        if len(self) == self.num_tokens:
             tensor[chunk].copy_(values)
         else:
             tensor.index_copy_(0, self.index[chunk], values.to(tensor.dtype))
@@ -82,8 +78,8 @@ class LabelledRows:
 
         The values themselves where every row has a label and the dtype is theirs.
         """
-        if len(self) == self._num_tokens:
+        if len(self) == self.num_tokens:
             return values.to(dtype)
-        spread = values.new_zeros((self._num_tokens, *values.shape[1:]), dtype=dtype)
+        spread = values.new_zeros((self.num_tokens, *values.shape[1:]), dtype=dtype)
         self.put_(spread, values)
         return spread

@@ -65,6 +65,9 @@ def make_objective(
         cp_group: The ranks that share the pack out; losses that look at whole samples communicate
             over it. None is one process.
 
+    Returns:
+        The function of log-probs, entropy and batch, and what it needs.
+
     Raises:
         ValueError: The config's loss is one of values, which are no log-probs, or a custom
             function cannot be imported.

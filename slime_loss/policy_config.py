@@ -151,10 +151,9 @@ class PolicyLossConfig(CheckedConfig):
         yield has_path, "loss_type", "custom_loss needs custom_loss_function_path", fix
         yield self.names_function("custom_loss_function_path")
         yield from self.needs(["custom_loss_function_path"], custom, "needs loss_type custom_loss")
-        policy, reads_config = self.loss_type == "policy_loss", custom
-        unread = f"has no meaning in {self.loss_type}"
+        policy, unread = self.loss_type == "policy_loss", f"has no meaning in {self.loss_type}"
         yield from self.needs(_POLICY_ONLY, policy, unread)
-        yield from self.needs(_POLICY_AND_CUSTOM, policy or reads_config, unread)
+        yield from self.needs(_POLICY_AND_CUSTOM, policy or custom, unread)
 
     def _objective_rules(self) -> Iterator[Rule]:
         has_clip = self.objective != "reinforce"

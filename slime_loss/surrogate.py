@@ -71,8 +71,8 @@ def clipped_surrogate(
     above where A < 0.
 
     Args:
-        log_ratio: [T], nats, as `importance_log_ratio` gives it; for GSPO the mean of these over
-            the token's sample.
+        log_ratio: [T], nats, as `importance_log_ratio` gives it; for GSPO the mean of log_probs -
+            old_log_probs over the token's sample, clamped likewise.
         advantages: [T], without gradient.
         config: eps_clip, eps_clip_high, eps_clip_c.
 

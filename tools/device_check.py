@@ -196,9 +196,6 @@ def head_inputs(
         loss_weight=torch.full((num_tokens,), 1 / num_tokens, device=device),
         sample_index=rows // 50,
         advantages=normal(num_tokens),
-        num_trained_tokens=torch.zeros(
-            num_tokens // 50 + 1, dtype=torch.int64, device=device
-        ).index_add_(0, rows // 50, (rows % 8 != 0).long()),
     )
     return normal(num_tokens, hidden_size), normal(num_columns, hidden_size) / hidden_size, batch
 

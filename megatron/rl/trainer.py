@@ -1,4 +1,4 @@
-"""The loop: rollouts, old log-probs, optimizer steps, metrics, checkpoints."""
+"""The loop: rollouts, old outputs, optimizer steps, metrics, checkpoints."""
 
 from __future__ import annotations
 

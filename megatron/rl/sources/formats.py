@@ -93,9 +93,8 @@ def open_regular(path: str, buffering: int = -1) -> BinaryIO:
     descriptor = -1
     if stat.S_ISREG(kind):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        kind = os.fstat(
-            descriptor
-        ).st_mode  # of what was opened, which may be something else by now
+        # what was opened may be something else by now
+        kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return open(descriptor, "rb", buffering=buffering)
     if descriptor >= 0:
