@@ -17,8 +17,8 @@ from slime_loss.config import AdvantageConfig
 from slime_loss.custom import load_function
 from slime_loss.group_relative import group_relative_advantages
 from slime_loss.returns import (
-    Masks,
-    Streams,
+    SampleMasks,
+    SampleStreams,
     gae,
     reinforce_plus_plus_returns,
     token_advantages,
@@ -43,9 +43,9 @@ class AdvantageInputs:
     rewards: Float[Tensor, " samples"]
     group_index: Int64[Tensor, " samples"]
     own: Int64[Tensor, " own"]
-    loss_mask: Masks
-    kl: Streams | None = None
-    values: Streams | None = None
+    loss_mask: SampleMasks
+    kl: SampleStreams | None = None
+    values: SampleStreams | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and devices."""
@@ -62,11 +62,11 @@ class AdvantageInputs:
         for sample, mask in enumerate(self.loss_mask):
             check_vector(f"loss_mask[{sample}]", mask, torch.bool)
         for name in ("loss_mask", "kl", "values"):
-            streams: Streams | Masks | None = getattr(self, name)
+            streams: SampleStreams | SampleMasks | None = getattr(self, name)
             if streams is not None:
                 self._check_own(name, streams)
 
-    def _check_own(self, name: str, streams: Streams | Masks) -> None:
+    def _check_own(self, name: str, streams: SampleStreams | SampleMasks) -> None:
         """Raise ValueError unless there is one [R] for each own sample."""
         if len(streams) != self.own.shape[0]:
             raise ValueError(
@@ -193,7 +193,7 @@ _ESTIMATORS: dict[str, Callable[[AdvantageInputs, AdvantageConfig], TokenAdvanta
 }
 
 
-def _kl(inputs: AdvantageInputs, config: AdvantageConfig) -> Streams:
+def _kl(inputs: AdvantageInputs, config: AdvantageConfig) -> SampleStreams:
     """The KL estimates, or zeros that a coefficient of 0 does not read."""
     if config.kl_coef == 0:
         return _zeros(inputs)
@@ -202,7 +202,7 @@ def _kl(inputs: AdvantageInputs, config: AdvantageConfig) -> Streams:
     return inputs.kl
 
 
-def _zeros(inputs: AdvantageInputs) -> Streams:
+def _zeros(inputs: AdvantageInputs) -> SampleStreams:
     return [torch.zeros(mask.shape, device=mask.device) for mask in inputs.loss_mask]
 
 

@@ -16,15 +16,15 @@ from torch.nn import functional
 from slime_loss.batch import check_alike, check_vector
 from slime_loss.group_relative import check_rewards, group_relative_advantages
 
-Streams = Sequence[Float[Tensor, " _"]]
+SampleStreams = Sequence[Float[Tensor, " _"]]
 """One vector per sample, [R] of its response length."""
 
-Masks = Sequence[Bool[Tensor, " _"]]
+SampleMasks = Sequence[Bool[Tensor, " _"]]
 """One mask per sample, [R] of its response length; true where a token trains."""
 
 
 def token_rewards(
-    rewards: Float[Tensor, " samples"], kl: Streams, loss_mask: Masks, *, kl_coef: float
+    rewards: Float[Tensor, " samples"], kl: SampleStreams, loss_mask: SampleMasks, *, kl_coef: float
 ) -> list[Float[Tensor, " _"]]:
     """The reward of every token: -kl_coef kl, and the sample's own reward at its last token.
 
@@ -48,7 +48,11 @@ def token_rewards(
 
 
 def token_advantages(
-    advantages: Float[Tensor, " samples"], kl: Streams, loss_mask: Masks, *, kl_coef: float
+    advantages: Float[Tensor, " samples"],
+    kl: SampleStreams,
+    loss_mask: SampleMasks,
+    *,
+    kl_coef: float,
 ) -> list[Float[Tensor, " _"]]:
     """A sample's advantage at each of its trainable tokens, minus kl_coef kl of that token.
 
@@ -76,8 +80,8 @@ def token_advantages(
 
 def reinforce_plus_plus_returns(
     rewards: Float[Tensor, " samples"],
-    kl: Streams,
-    loss_mask: Masks,
+    kl: SampleStreams,
+    loss_mask: SampleMasks,
     *,
     kl_coef: float,
     gamma: float,
@@ -111,8 +115,8 @@ def reinforce_plus_plus_returns(
 def reinforce_plus_plus_baseline(
     rewards: Float[Tensor, " samples"],
     group_index: Int64[Tensor, " samples"],
-    kl: Streams,
-    loss_mask: Masks,
+    kl: SampleStreams,
+    loss_mask: SampleMasks,
     *,
     kl_coef: float,
 ) -> list[Float[Tensor, " _"]]:
@@ -139,7 +143,12 @@ def reinforce_plus_plus_baseline(
 
 
 def gae(
-    rewards: Streams, values: Streams, loss_mask: Masks, *, gamma: float, lambd: float
+    rewards: SampleStreams,
+    values: SampleStreams,
+    loss_mask: SampleMasks,
+    *,
+    gamma: float,
+    lambd: float,
 ) -> tuple[list[Float[Tensor, " _"]], list[Float[Tensor, " _"]]]:
     """Generalized advantage estimates, and the returns that the critic learns.
 
@@ -179,7 +188,7 @@ def gae(
 
 
 def _trained_rewards(
-    rewards: Tensor, kl: Streams, loss_mask: Masks, kl_coef: float
+    rewards: Tensor, kl: SampleStreams, loss_mask: SampleMasks, kl_coef: float
 ) -> list[Tensor]:
     """The rewards of the trainable tokens alone, in float64."""
     _check_samples(loss_mask, kl=kl, rewards=rewards)
@@ -219,7 +228,7 @@ def _common_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
-def _check_samples(loss_mask: Masks, **streams: Streams | Tensor) -> None:
+def _check_samples(loss_mask: SampleMasks, **streams: SampleStreams | Tensor) -> None:
     """Raise ValueError unless every stream, or vector of numbers, fits the masks."""
     for name, stream in streams.items():
         if len(stream) != len(loss_mask):
