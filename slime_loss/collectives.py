@@ -1,6 +1,6 @@
 """The few collectives of the loss, over explicit groups; None is a group of one process.
 
-Every rank of the group must call them in the same order with the same shapes. `gather_rows` is
+Every rank of the group must call them in the same order with the same shapes. The last three are
 differentiable; the others serve the autograd functions that call them.
 """
 
@@ -107,6 +107,59 @@ class _GatherRows(torch.autograd.Function):
         ctx: AutogradContext, grad_rows: Tensor
     ) -> tuple[Tensor, None]:
         return reduce_scatter_rows(grad_rows, ctx.group), None
+
+
+def gather_rows_for_same_loss(
+    rows: Shaped[Tensor, " rows *rest"], group: ProcessGroup | None
+) -> Shaped[Tensor, " all_rows *rest"]:
+    """`all_gather_rows` with a gradient, for a loss that every rank computes alike.
+
+    Each rank has the gradient of the loss already, and takes that of its own rows. One all-gather
+    forward, nothing backward.
+    """
+    if group_size(group) == 1:
+        return rows
+    return _GatherRowsForSameLoss.apply(rows, group)
+
+
+class _GatherRowsForSameLoss(_GatherRows):
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: AutogradContext, grad_rows: Tensor
+    ) -> tuple[Tensor, None]:
+        return grad_rows.chunk(group_size(ctx.group))[group_rank(ctx.group)], None
+
+
+def all_reduce_sum(
+    tensor: Float[Tensor, "*shape"], group: ProcessGroup | None
+) -> Float[Tensor, "*shape"]:
+    """The sum over the group, with a gradient.
+
+    Every rank may use the sum differently: the gradient of each rank's part is the sum of all
+    ranks' gradients. One all-reduce forward, one backward.
+    """
+    return _AllReduceSum.apply(tensor, group)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _summed(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: AutogradContext, grad: Tensor
+    ) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    all_reduce_sum_(total, group)
+    return total
 
 
 def _as_bytes(contiguous: Tensor) -> Tensor:

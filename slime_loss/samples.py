@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from slime_loss.batch import TokenBatch
-from slime_loss.collectives import AutogradContext, all_reduce_sum_, group_rank
+from slime_loss.collectives import all_reduce_sum, group_rank
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Samples:
         # Rows that do not train may name any sample; they go to one too many.
         index = torch.where(self.batch.loss_mask, self.batch.sample_index, num_samples)
         own = table.new_zeros(table.shape[0], num_samples + 1).index_add(1, index, table)
-        everywhere = _SumRanks.apply(own[:, :num_samples], self.cp_group)
+        everywhere = all_reduce_sum(own[:, :num_samples], self.cp_group)
         return {
             name: total if stream.requires_grad else total.detach()
             for (name, stream), total in zip(streams.items(), everywhere.unbind(), strict=True)
@@ -88,23 +87,3 @@ class Samples:
         each sample once.
         """
         return flags.sum(dtype=torch.float64) * float(group_rank(self.cp_group) == 0)
-
-
-class _SumRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, own: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return _sum_ranks(own, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: AutogradContext, grad: Tensor
-    ) -> tuple[Tensor, None]:
-        return _sum_ranks(grad, ctx.group), None
-
-
-def _sum_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    total = own.clone(memory_format=torch.contiguous_format)
-    all_reduce_sum_(total, group)
-    return total

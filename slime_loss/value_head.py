@@ -6,12 +6,11 @@ The module has no parameters: it stands in for output layer and loss, as RLHead 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from slime_loss.batch import LossOutput, TokenBatch
-from slime_loss.collectives import AutogradContext, all_gather_rows, group_rank, group_size
+from slime_loss.collectives import gather_rows_for_same_loss, group_rank, group_size
 from slime_loss.log_probs import check_rows_and_labels
 from slime_loss.policy_config import ValueLossConfig
 from slime_loss.value import value_loss
@@ -104,27 +103,7 @@ class ValueHead(nn.Module):
         offset = None if bias is None else bias.to(dtype)
         trained = functional.linear(hidden[rows].to(dtype), weight.to(dtype), offset).squeeze(1)
         own = trained.new_zeros(mask.shape).index_copy(0, rows, trained)
-        return _gather_values(own, self.tp_group) if num_slices > 1 else own
-
-
-def _gather_values(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    return _GatherForSameLoss.apply(own, group)
-
-
-class _GatherForSameLoss(torch.autograd.Function):
-    """All ranks' rows, for a loss that every rank computes alike: its gradient is there already."""
-
-    @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_rows(rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: AutogradContext, grad_rows: Tensor
-    ) -> tuple[Tensor, None]:
-        return grad_rows.view(group_size(ctx.group), -1)[group_rank(ctx.group)], None
+        return gather_rows_for_same_loss(own, self.tp_group) if self.sequence_parallel else own
 
 
 def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

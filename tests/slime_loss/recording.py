@@ -12,12 +12,10 @@ from slime_loss import (
     head_call,
     layout,
     metrics,
-    samples,
-    value_head,
     vocab_softmax,
 )
 
-MODULES = (collectives, head_call, layout, metrics, samples, value_head, vocab_softmax)
+MODULES = (collectives, head_call, layout, metrics, vocab_softmax)
 NAMES = ("all_gather_rows", "reduce_scatter_rows", "all_reduce_sum_")
 
 Call = tuple[str, tuple[int, ...]]

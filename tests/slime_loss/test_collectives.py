@@ -4,8 +4,10 @@ from torch import distributed as dist
 
 from slime_loss.collectives import (
     all_gather_rows,
+    all_reduce_sum,
     all_reduce_sum_,
     gather_rows,
+    gather_rows_for_same_loss,
     group_rank,
     group_size,
     reduce_scatter_rows,
@@ -46,6 +48,22 @@ def gradients_of_copies(rank: int) -> list[float]:
     return rows.grad.tolist()
 
 
+def gradients_of_the_same_loss(rank: int) -> list[float]:
+    rows = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    gathered = gather_rows_for_same_loss(rows + rank, dist.group.WORLD)
+    assert gathered.tolist() == [0, 0, 1, 1]
+    (gathered * torch.arange(1.0, 5)).sum().backward()
+    return rows.grad.tolist()
+
+
+def gradients_of_a_sum(rank: int) -> list[float]:
+    part = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    total = all_reduce_sum(part, dist.group.WORLD)
+    assert (total.tolist(), part.tolist()) == ([2, 4], [1, 2])
+    (total * 10.0**rank).sum().backward()
+    return part.grad.tolist()
+
+
 @pytest.mark.parametrize("check", [every_collective, odd_memory])
 def test_two_ranks(two_ranks: World, check: object) -> None:
     two_ranks.run(check)
@@ -53,6 +71,14 @@ def test_two_ranks(two_ranks: World, check: object) -> None:
 
 def test_the_owner_gets_the_gradients_of_all_copies(two_ranks: World) -> None:
     assert two_ranks.run(gradients_of_copies) == [[11, 22], [33, 44]]
+
+
+def test_each_takes_its_own_of_the_gradients_of_the_same_loss(two_ranks: World) -> None:
+    assert two_ranks.run(gradients_of_the_same_loss) == [[1, 2], [3, 4]]
+
+
+def test_a_part_gets_the_gradients_of_every_sum(two_ranks: World) -> None:
+    assert two_ranks.run(gradients_of_a_sum) == [[11, 11], [11, 11]]
 
 
 def test_no_group_is_one_process() -> None:
