@@ -88,6 +88,20 @@ def combine(log_probs: Tensor, entropy: Tensor | None, problem: Problem) -> Outc
     return Outcome(loss, mean)
 
 
+def entropy_of(problem: Problem, compute: Callable[[], Tensor]) -> Tensor | None:
+    """What `compute` gives, with gradient where entropy is part of the loss; None if not asked."""
+    mode = problem.case.entropy
+    if mode == "none":
+        return None
+    with torch.set_grad_enabled(mode == "loss"):
+        return compute()
+
+
+def plain_entropy(log_p: Tensor) -> Tensor:
+    """The entropy [n] of log-probabilities [n, V], in plain torch."""
+    return -(log_p.exp() * log_p).sum(1)
+
+
 def _outcome(output: LossOutput) -> Outcome:
     entropy = output.metrics.get("entropy_loss")
     return Outcome(output.loss, None if entropy is None else entropy.value)
@@ -125,16 +139,13 @@ def _two_steps(problem: Problem) -> Step:
 
 def _plain_torch(problem: Problem, *, every_row: bool = False) -> Step:
     """Logits, log_softmax, gather."""
-    rows, mode = problem.rows, problem.case.entropy
+    rows = problem.rows
     labels = problem.labels if every_row else problem.labels[rows]
 
     def step(hidden: Tensor, weight: Tensor) -> Outcome:
         log_p = ((hidden if every_row else hidden[rows]) @ weight.T).log_softmax(1)
         log_probs = log_p.gather(1, labels[:, None]).squeeze(1)
-        entropy = None
-        if mode != "none":
-            with torch.set_grad_enabled(mode == "loss"):
-                entropy = -(log_p.exp() * log_p).sum(1)
+        entropy = entropy_of(problem, lambda: plain_entropy(log_p))
         if every_row:
             log_probs, entropy = log_probs[rows], None if entropy is None else entropy[rows]
         return combine(log_probs, entropy, problem)
@@ -177,7 +188,7 @@ class SumOverRanks(torch.autograd.Function):
 
 def _torch_over_ranks(problem: Problem) -> Step:
     """Plain torch with a shared vocabulary: three all-reduces of a number a row."""
-    rows, mode, group = problem.rows, problem.case.entropy, problem.group
+    rows, group = problem.rows, problem.group
     column = problem.labels[rows] - problem.first_column
     here = (column >= 0) & (column < problem.weight.shape[0])
     column = torch.where(here, column, 0)[:, None]
@@ -190,12 +201,12 @@ def _torch_over_ranks(problem: Problem) -> Step:
         at_label = torch.where(here, shifted.gather(1, column).squeeze(1), 0.0)
         powers = shifted.exp()
         total, at_label = SumOverRanks.apply(torch.stack([powers.sum(1), at_label]), group)
-        entropy = None
-        if mode != "none":
-            with torch.set_grad_enabled(mode == "loss"):
-                moment = SumOverRanks.apply((powers * shifted).sum(1), group)
-                entropy = total.log() - moment / total
-        return combine(at_label - total.log(), entropy, problem)
+
+        def entropy() -> Tensor:
+            moment = SumOverRanks.apply((powers * shifted).sum(1), group)
+            return total.log() - moment / total
+
+        return combine(at_label - total.log(), entropy_of(problem, entropy), problem)
 
     return step
 

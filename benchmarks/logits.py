@@ -8,7 +8,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import OURS, Contender, Step, combine
+from benchmarks.contenders import OURS, Contender, Step, combine, entropy_of, plain_entropy
 from benchmarks.problem import Problem
 from benchmarks.reference import Outcome
 from slime_loss import log_probs_from_logits
@@ -42,15 +42,12 @@ def _ours(problem: Problem, *, reuse_logits: bool) -> Step:
 
 
 def _torch(problem: Problem) -> Step:
-    labels, mode = problem.labels[:, None], problem.case.entropy
+    labels = problem.labels[:, None]
 
     def step(logits: Tensor) -> Outcome:
         log_p = logits.log_softmax(1)
         log_probs = log_p.gather(1, labels).squeeze(1)[problem.rows]
-        entropy = None
-        if mode != "none":
-            with torch.set_grad_enabled(mode == "loss"):
-                entropy = -(log_p.exp() * log_p).sum(1)[problem.rows]
+        entropy = entropy_of(problem, lambda: plain_entropy(log_p)[problem.rows])
         return combine(log_probs, entropy, problem)
 
     return step
@@ -58,14 +55,10 @@ def _torch(problem: Problem) -> Step:
 
 def _trl(problem: Problem) -> Step:
     utils = importlib.import_module("trl.trainer.utils")
-    mode = problem.case.entropy
 
     def step(logits: Tensor) -> Outcome:
         log_probs = utils.selective_log_softmax(logits, problem.labels)[problem.rows]
-        entropy = None
-        if mode != "none":
-            with torch.set_grad_enabled(mode == "loss"):
-                entropy = utils.entropy_from_logits(logits)[problem.rows]
+        entropy = entropy_of(problem, lambda: utils.entropy_from_logits(logits)[problem.rows])
         return combine(log_probs, entropy, problem)
 
     return step

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.rl.cost import costs_of
 from megatron.rl.packing import Balance, Pack, balance_of, plan_micro_batches
 
 MAX_LENGTH = 16_384
@@ -22,11 +23,6 @@ def long_tailed(num_samples: int, seed: int) -> list[int]:
     """Lengths in tokens, log-normal: median 1,100, one in twenty above 5,700, cut at 16,384."""
     draws = np.random.default_rng(seed).lognormal(7.0, 1.0, num_samples)
     return np.clip(draws.astype(int) + 20, None, MAX_LENGTH).tolist()
-
-
-def costs_of(lengths: Sequence[int], even_length: int = EVEN_LENGTH) -> list[int]:
-    """What samples cost: `megatron.rl.cost`."""
-    return [length * (even_length + length) for length in lengths]
 
 
 def first_fit(lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[Pack]]:
@@ -48,7 +44,7 @@ def first_fit(lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[lis
 def compare(num_samples: int, dp_size: int, max_tokens: int, seed: int) -> tuple[Balance, Balance]:
     """The simple rule and ours on the same samples."""
     lengths = long_tailed(num_samples, seed)
-    costs = costs_of(lengths)
+    costs = costs_of(lengths, EVEN_LENGTH)
     simple = first_fit(lengths, dp_size, max_tokens)
     ours = plan_micro_batches(lengths, dp_size=dp_size, costs=costs, max_tokens=max_tokens)
     return (
@@ -74,7 +70,8 @@ def seconds_to_pack(num_samples: int, dp_size: int, max_tokens: int) -> float:
     """CPU time of one plan with its costs."""
     lengths = long_tailed(num_samples, seed=0)
     start = time.process_time()
-    plan_micro_batches(lengths, dp_size=dp_size, costs=costs_of(lengths), max_tokens=max_tokens)
+    costs = costs_of(lengths, EVEN_LENGTH)
+    plan_micro_batches(lengths, dp_size=dp_size, costs=costs, max_tokens=max_tokens)
     return time.process_time() - start
 
 

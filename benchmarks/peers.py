@@ -16,6 +16,7 @@ from benchmarks.contenders import (
     UnavailableError,
     any_case,
     combine,
+    entropy_of,
     one_rank,
 )
 from benchmarks.problem import EPS_CLIP, NUM_SAMPLES, Problem
@@ -139,15 +140,12 @@ def _trl_fused(problem: Problem) -> Step:
 
 def _trl_logits(problem: Problem) -> Step:
     utils = importlib.import_module("trl.trainer.utils")
-    labels, mode = problem.labels[problem.rows], problem.case.entropy
+    labels = problem.labels[problem.rows]
 
     def step(hidden: Tensor, weight: Tensor) -> Outcome:
         logits = hidden[problem.rows] @ weight.T
         log_probs = utils.selective_log_softmax(logits, labels)
-        entropy = None
-        if mode != "none":
-            with torch.set_grad_enabled(mode == "loss"):
-                entropy = utils.entropy_from_logits(logits)
+        entropy = entropy_of(problem, lambda: utils.entropy_from_logits(logits))
         return combine(log_probs, entropy, problem)
 
     return step

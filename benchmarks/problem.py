@@ -7,21 +7,19 @@ nothing.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime_loss import TokenBatch
+from slime_loss.vocab_softmax import EntropyMode
 
 NUM_SAMPLES = 8
 ENTROPY_COEF = 0.5
 """Of the entropy bonus where it is part of the loss: large, so that a missing one is seen."""
 EPS_CLIP = 0.2
 LOGIT_STD = 3.0
-
-Entropy = Literal["none", "metric", "loss"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Case:
     hidden: int
     vocab: int
     share: float = 1.0
-    entropy: Entropy = "metric"
+    entropy: EntropyMode = "metric"
     ranks: int = 1
     zeros: float = 0.0
 

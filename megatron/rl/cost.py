@@ -29,8 +29,13 @@ def sample_costs(lengths: Sequence[int], config: RunConfig) -> list[int]:
     Returns:
         [N].
     """
+    return costs_of(lengths, even_length(config))
+
+
+def costs_of(lengths: Sequence[int], even: int) -> list[int]:
+    """`sample_costs` of a model whose `even_length` is known."""
     tokens = np.asarray(lengths, dtype=np.int64)
-    return (tokens * (even_length(config) + tokens)).tolist()
+    return (tokens * (even + tokens)).tolist()
 
 
 def even_length(config: RunConfig) -> int:

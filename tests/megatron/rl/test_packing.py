@@ -147,7 +147,7 @@ def test_ranks_are_as_even_as_the_best_deal_of_few_samples() -> None:
 
 def test_dearest_micro_batches_come_first_on_every_rank() -> None:
     lengths = benchmark.long_tailed(500, seed=1)
-    costs = benchmark.costs_of(lengths)
+    costs = costs_of(lengths, benchmark.EVEN_LENGTH)
     for rank in plan_micro_batches(lengths, dp_size=4, costs=costs, max_tokens=32_768):
         by_pack = [sum(costs[position] for position in pack) for pack in rank]
         assert by_pack == sorted(by_pack, reverse=True)
@@ -187,7 +187,7 @@ def test_sixty_four_ranks_are_never_less_even_than_first_fit(
 def test_sixty_four_ranks_are_even(num_samples: int) -> None:
     """Nothing but the longest sample alone can keep a rank above the mean."""
     lengths = benchmark.long_tailed(num_samples, seed=0)
-    costs = benchmark.costs_of(lengths)
+    costs = costs_of(lengths, benchmark.EVEN_LENGTH)
     plan = plan_micro_batches(lengths, dp_size=64, costs=costs, max_tokens=16_384)
     balance = balance_of(plan, lengths, costs, 16_384)
     assert balance.rank_imbalance < 1.01
