@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from slime_loss.checked_config import ConfigError, Violation
+
 
 def load_function(path: str, field: str) -> Callable[..., Any]:
     """Import a function.
@@ -16,27 +18,30 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
         The function.
 
     Raises:
-        ValueError: The path has another form, the module cannot be imported, or it has no such
-            function.
+        ConfigError: The path has another form, the module cannot be imported, whatever it raises,
+            or it has no such function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise ValueError(f"{field} must be module:function: {field}={path!r}")
+        raise _refused(field, "must be module:function", path)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{field} must name a module that can be imported (is its folder on PYTHONPATH?): "
-            f"{field}={path!r}, {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # a module may raise anything while it is imported
+        why = f"{type(error).__name__}: {error}"
+        rule = f"must name a module that can be imported ({why})"
+        raise _refused(field, rule, path) from error
     if not hasattr(module, name):
-        raise ValueError(
-            f"{field} must name a function of the module, which has no {name!r} "
-            f"(spelled as in {module.__file__}?): {field}={path!r}"
+        rule = (
+            f"must name a function of the module, which has no {name!r} "
+            f"(spelled as in {module.__file__}?)"
         )
+        raise _refused(field, rule, path)
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(
-            f"{field} must name a function, not a {type(function).__name__}: {field}={path!r}"
-        )
+        raise _refused(field, f"must name a function, not a {type(function).__name__}", path)
     return function
+
+
+def _refused(field: str, rule: str, path: str) -> ConfigError:
+    fix = "write module:function; python must find the module (PYTHONPATH)"
+    return ConfigError([Violation(field, rule, path, fix)])

@@ -13,7 +13,7 @@ from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.flags.rule import Violation
 from megatron.rl.samples import printable
 from megatron.rl.sources.paths import expand_paths
-from slime_loss.custom import load_function
+from slime_loss import ConfigError, load_function
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver on Linux and in Windows' Linux."""
@@ -63,17 +63,10 @@ def _custom_functions(flags: Mapping[str, Any]) -> Iterator[Violation]:
         try:
             if flags[field] is not None:
                 load_function(flags[field], field)
-        except Exception as error:  # a module may raise anything while it is imported
-            rule, known, given = str(error).removeprefix(f"{field} ").partition(f": {field}=")
-            if not known:
-                rule = "must name a module that can be imported"
-                given = f"{flags[field]!r}, {type(error).__name__}: {error}"
-            yield _violation(
-                f"--{field.replace('_', '-')}",
-                rule,
-                given,
-                "write module:function; python must find the module (PYTHONPATH)",
-            )
+        except ConfigError as error:
+            for found in error.violations:
+                flag = f"--{field.replace('_', '-')}"
+                yield _violation(flag, found.rule, repr(found.value), found.fix)
 
 
 def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:

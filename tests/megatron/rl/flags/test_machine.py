@@ -72,7 +72,7 @@ def test_functions_of_the_users_own_must_be_there(
         assert violation.flag == f"--{path.replace('_', '-')}"
         assert value in violation.given
         assert rule in violation.rule
-        assert reason in violation.given
+        assert reason in violation.rule
         assert violation.on_machine
 
 
