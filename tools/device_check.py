@@ -80,17 +80,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, time and print; returns the exit code."""
     arguments = parse_arguments(argv)
+    if not (arguments.interpret or torch.cuda.is_available()):
+        print(
+            "device_check.py: nothing was checked: there is no CUDA device; --interpret checks the "
+            "kernels on the CPU, which needs triton (Linux: pip install -e '.[test]')",
+            file=sys.stderr,
+        )
+        return NOTHING_CHECKED
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251 (triton has no other switch)
     try:
         import triton
     except ImportError:
-        print("device_check.py: nothing was checked: triton is not installed", file=sys.stderr)
-        return NOTHING_CHECKED
-    if not (arguments.interpret or torch.cuda.is_available()):
         print(
-            "device_check.py: nothing was checked: there is no CUDA device; --interpret checks the "
-            "kernels on the CPU",
+            "device_check.py: nothing was checked: triton is not installed: "
+            "pip install -e '.[test]' (Linux)",
             file=sys.stderr,
         )
         return NOTHING_CHECKED

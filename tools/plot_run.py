@@ -24,7 +24,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 except ImportError:
-    sys.exit("plot_run.py needs matplotlib: pip install 'megatron-slime[plot]'")
+    sys.exit("plot_run.py needs matplotlib: pip install -e '.[plot]'")
 
 EXAMPLE = """\
 example:

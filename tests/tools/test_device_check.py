@@ -36,10 +36,10 @@ def fake_clock(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "median_ms", median_ms)
 
 
-@pytest.mark.usefixtures("triton")
-def test_without_a_device_it_says_that_nothing_was_checked(
+def test_without_a_device_it_says_so_before_it_asks_for_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_check.main([]) == 3
     said = capsys.readouterr()

@@ -8,6 +8,13 @@ from megatron.rl.sources.row import FIELDS
 
 LIKENESS = 0.82
 """`group_id` is that like `group_index`; `raw_reward` is less like `reward`."""
+OTHER_NAMES = {
+    "logprob": "rollout_log_probs",
+    "logprobs": "rollout_log_probs",
+    "groupid": "group_index",
+    "mask": "loss_mask",
+}
+"""What other programs call a field, by its letters: `logprobs` is most like `ref_log_probs`."""
 MAX_NAMES = 200
 MAX_NAME_CHARS = 40
 
@@ -22,8 +29,11 @@ def near_misses(names: Iterable[object]) -> dict[str, str]:
     lacking = {_letters(field): field for field in FIELDS if field not in given}
     found = {}
     for name in sorted(given.difference(FIELDS))[:MAX_NAMES]:
-        if like := get_close_matches(_letters(name), lacking, 1, LIKENESS):
-            found[name] = lacking[like[0]]
+        meant = OTHER_NAMES.get(_letters(name))
+        if meant is None and (like := get_close_matches(_letters(name), lacking, 1, LIKENESS)):
+            meant = lacking[like[0]]
+        if meant is not None and meant not in given:
+            found[name] = meant
     return found
 
 

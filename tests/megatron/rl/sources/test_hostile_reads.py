@@ -203,6 +203,9 @@ MISSPELT = {
     "respones_length": "response_length",
     "Index": "index",
     "value": "values",
+    "logprobs": "rollout_log_probs",
+    "log_probs": "rollout_log_probs",
+    "mask": "loss_mask",
 }
 OTHERS = (
     "metadata",
