@@ -4,7 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -19,6 +19,7 @@ from slime_loss import (
     PolicyLossConfig,
     TokenBatch,
     ValueLossConfig,
+    custom_loss,
     policy_loss,
     value_loss,
 )
@@ -61,6 +62,11 @@ def test_the_functions_it_shows_are_accepted(own_modules: Path) -> None:
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path="my_rl:correction")
     output = policy_loss(torch.zeros(3, requires_grad=True), None, batch(), config)
     assert "tis_mean" in output.metrics
+    config = PolicyLossConfig(loss_type="custom_loss", custom_loss_function_path="my_rl:loss")
+    log_probs = torch.zeros(3, requires_grad=True)
+    for old in (None, torch.zeros(3)):
+        own_loss = custom_loss(log_probs, None, replace(batch(), old_log_probs=old), config)
+        assert own_loss.metrics["soft_ratio"].value.tolist() == [1.5, 3.0]
     own = importlib.import_module("my_rl")
     from slime_loss import AdvantageInputs, compute_advantages
 
