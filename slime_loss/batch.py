@@ -43,6 +43,24 @@ class KeptIds:
         """Number of rows T."""
         return self.offsets.shape[0] - 1
 
+    def check(self, rows: Int64[Tensor, " selected"], vocab_size: int) -> None:
+        """Raise ValueError where the offsets, or the ids of the given rows, break their rules."""
+        ends = (int(self.offsets[0]), int(self.offsets[-1]))
+        if ends != (0, self.ids.shape[0]) or bool((self.offsets.diff() < 0).any()):
+            raise ValueError(
+                "offsets must go from 0 to the number of ids and never decrease: "
+                f"offsets[0]={ends[0]}, offsets[-1]={ends[1]}, ids.shape={tuple(self.ids.shape)}"
+            )
+        chosen = self.select(rows)
+        outside = (chosen.ids < 0) | (chosen.ids >= vocab_size)
+        if bool(outside.any()):
+            place = outside.nonzero()[0]
+            row = int(rows[torch.searchsorted(chosen.offsets, place, right=True) - 1])
+            raise ValueError(
+                "kept ids must be in [0, vocab_size): "
+                f"row {row} has {int(chosen.ids[place])}, vocab_size={vocab_size}"
+            )
+
     def select(self, rows: Int64[Tensor, " selected"]) -> "KeptIds":
         """The kept ids of the given rows, in their order.
 
@@ -162,7 +180,18 @@ class TokenBatch:
 
     @property
     def trained_labels(self) -> Int64[Tensor, " tokens"]:
-        """The labels of the rows that train, -100 at every other row, whatever is there."""
+        """The labels of the rows that train, -100 at every other row, whatever is there.
+
+        Raises:
+            ValueError: A row trains that has no label.
+        """
+        without = self.loss_mask & (self.labels == IGNORED_LABEL)
+        if bool(without.any()):
+            row = int(without.nonzero()[0])
+            raise ValueError(
+                "labels must be vocabulary ids where loss_mask is true: "
+                f"labels[{row}]={IGNORED_LABEL}"
+            )
         return torch.where(self.loss_mask, self.labels, IGNORED_LABEL)
 
 

@@ -5,17 +5,14 @@ differentiable; the others serve the autograd functions that call them.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-AutogradContext = Any
-"""What autograd hands to forward and backward: an object that takes any attribute."""
+from slime_loss.autograd import AutogradContext, differentiable_once
 
 
 def _newest(*names: str) -> Callable[..., object]:
@@ -102,7 +99,7 @@ class _GatherRows(torch.autograd.Function):
         return all_gather_rows(rows, group)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad_rows: Tensor
     ) -> tuple[Tensor, None]:
@@ -124,7 +121,7 @@ def gather_rows_for_same_loss(
 
 class _GatherRowsForSameLoss(_GatherRows):
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad_rows: Tensor
     ) -> tuple[Tensor, None]:
@@ -149,7 +146,7 @@ class _AllReduceSum(torch.autograd.Function):
         return _summed(tensor, group)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad: Tensor
     ) -> tuple[Tensor, None]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slime_loss.autograd import AutogradContext, differentiable_once
 from slime_loss.batch import LossOutput, TokenBatch
-from slime_loss.collectives import AutogradContext
 from slime_loss.gradient_sums import GradientSums, HeadGradients
 from slime_loss.head_call import HeadCall, HeadInputs
 from slime_loss.objective import Objective
@@ -102,7 +101,7 @@ class _FormedLoss(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, scale: Tensor
     ) -> tuple[Tensor | None, ...]:

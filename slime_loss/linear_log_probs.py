@@ -7,11 +7,10 @@ chunk's logits again: as many chunks are kept as the memory budget allows, the o
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from slime_loss.autograd import AutogradContext, differentiable_once
 from slime_loss.batch import KeptIds, TokenLogProbs
-from slime_loss.collectives import AutogradContext
 from slime_loss.gradient_sums import GradientSums
 from slime_loss.head_call import HeadCall, HeadInputs, HeadOptions, prepare_call
 from slime_loss.projection import Projection
@@ -100,7 +99,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad_log_probs: Tensor, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:

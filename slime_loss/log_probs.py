@@ -6,11 +6,10 @@ No softmax is kept: the backward makes it again from the logits, chunk by chunk.
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from slime_loss.autograd import AutogradContext, differentiable_once
 from slime_loss.batch import KeptIds, TokenLogProbs
-from slime_loss.collectives import AutogradContext
 from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals, VocabSoftmax
 
 _CHUNK_BYTES = 16 * 2**20
@@ -121,7 +120,7 @@ class _LogProbs(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: AutogradContext, grad_log_probs: Tensor, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:

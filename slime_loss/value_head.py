@@ -101,7 +101,8 @@ class ValueHead(nn.Module):
         rows = mask.nonzero().squeeze(1)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         offset = None if bias is None else bias.to(dtype)
-        trained = functional.linear(hidden[rows].to(dtype), weight.to(dtype), offset).squeeze(1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            trained = functional.linear(hidden[rows].to(dtype), weight.to(dtype), offset).squeeze(1)
         own = trained.new_zeros(mask.shape).index_copy(0, rows, trained)
         return gather_rows_for_same_loss(own, self.tp_group) if self.sequence_parallel else own
 

@@ -147,6 +147,8 @@ class VocabSoftmax:
         self.rows = LabelledRows(labels, vocab_size)
         self._temperature = self._checked_temperature(options.temperature)
         self._keep_mask = _checked_keep_mask(options.keep_mask, labels.shape[0], num_columns)
+        if isinstance(self._keep_mask, KeptIds):
+            self._keep_mask.check(self.rows.index, vocab_size)
         self._entropy = _checked_entropy(options.entropy)
         columns = self.rows.labels - self._first_column
         is_here = (columns >= 0) & (columns < self.num_columns)

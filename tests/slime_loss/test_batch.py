@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_loss import KeptIds, TokenBatch
+from slime_loss import KeptIds, TokenBatch, log_probs_from_logits
 from tests.slime_loss.references import random_batch, without_type_checker
 
 
@@ -92,3 +92,31 @@ def test_wrong_kept_ids_are_refused(ids: torch.Tensor, offsets: torch.Tensor, me
     with without_type_checker(), pytest.raises(ValueError, match="must") as error:
         KeptIds(ids, offsets)
     assert message in str(error.value)
+
+
+def test_a_row_that_trains_needs_a_label() -> None:
+    with pytest.raises(ValueError, match=r"labels must be vocabulary ids .*: labels\[1\]=-100"):
+        _ = TokenBatch(
+            labels=torch.tensor([3, -100, 0]),
+            loss_mask=torch.tensor([True, True, False]),
+            loss_weight=torch.ones(3),
+            sample_index=torch.zeros(3, dtype=torch.int64),
+        ).trained_labels
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        ([1, 9], [0, 1, 2], "row 1 has 9, vocab_size=9"),
+        ([-1, 2], [0, 0, 2], "row 1 has -1"),
+        ([1, 2], [1, 2, 2], r"offsets\[0\]=1"),
+        ([1, 2], [0, 1, 1], r"offsets\[-1\]=1, ids.shape=\(2,\)"),
+        ([1, 2], [0, 3, 2], "never decrease"),
+    ],
+)
+def test_kept_ids_are_checked_by_who_reads_them(
+    ids: list[int], offsets: list[int], message: str
+) -> None:
+    kept = KeptIds(torch.tensor(ids), torch.tensor(offsets))
+    with pytest.raises(ValueError, match=message):
+        log_probs_from_logits(torch.zeros(2, 9), torch.tensor([0, 1]), keep_mask=kept)

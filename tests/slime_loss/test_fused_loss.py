@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from slime_loss import HeadConfig, LossOutput, PolicyLossConfig, RLHead, gradient_sums, projection
+from slime_loss import (
+    HeadConfig,
+    LossOutput,
+    PolicyLossConfig,
+    RLHead,
+    TokenBatch,
+    gradient_sums,
+    projection,
+)
 from tests.slime_loss.head_packs import (
     CONFIGS,
     HEAD,
@@ -318,3 +326,24 @@ def test_four_ranks_equal_one(four_ranks: World, sequence_parallel: bool) -> Non
 
 def same(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
+def test_a_gradient_is_not_differentiated_again(recompute: bool, loss_type: str) -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
+    batch = TokenBatch(
+        labels=torch.tensor([1, 2, 3]),
+        loss_mask=torch.ones(3, dtype=torch.bool),
+        loss_weight=torch.ones(3),
+        sample_index=torch.zeros(3, dtype=torch.int64),
+        advantages=torch.ones(3),
+    )
+    head = RLHead(
+        HeadConfig(recompute_loss_function=recompute),
+        PolicyLossConfig(loss_type=loss_type),
+        vocab_size=7,
+    )
+    loss = head(hidden, weight, batch).loss
+    with pytest.raises(RuntimeError, match="must not be differentiated again"):
+        torch.autograd.grad(loss, hidden, create_graph=True)

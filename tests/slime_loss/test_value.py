@@ -212,6 +212,16 @@ def test_low_precision_is_accumulated_in_float32() -> None:
     assert narrow.grad.dtype == narrow_weight.grad.dtype == torch.bfloat16
 
 
+def test_autocast_leaves_values_in_float32() -> None:
+    hidden, weight, _, batch = leaves_of(4, 12)
+    hidden, weight = hidden.float(), weight.float()
+    expected = ValueHead(CONFIG).values(hidden, weight, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ValueHead(CONFIG).values(hidden, weight, batch)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden, weight, bias, batch = leaves_of(0, 4)
     head = ValueHead(CONFIG)
