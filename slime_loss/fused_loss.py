@@ -15,7 +15,7 @@ from slime_loss.batch import LossOutput, TokenBatch
 from slime_loss.gradient_sums import GradientSums, HeadGradients
 from slime_loss.head_call import HeadCall, HeadInputs
 from slime_loss.objective import Objective
-from slime_loss.vocab_softmax import Coefficients, RowFacts
+from slime_loss.row_facts import Coefficients, RowFacts
 
 
 def fused_loss(

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from slime_loss.projection import Projection, RowPlan, add_product_
-from slime_loss.vocab_softmax import RowFacts
+from slime_loss.kept_columns import entries_in_cache
+from slime_loss.projection import BLOCK_BYTES, Projection, RowPlan, add_product_
+from slime_loss.row_facts import RowFacts
 
 
 class HeadGradients(NamedTuple):
@@ -73,6 +74,10 @@ class GradientSums:
             facts: What is known of the chunk's rows.
         """
         active = facts.coefficients.active()
+        is_sparse = self._projection.softmax.is_sparse(facts.at(active))
+        # First, as what the others become may overwrite the logits.
+        self._add_sparse(logits, active[is_sparse], facts)
+        active = active[~is_sparse]
         start, self._num_waiting = self._num_waiting, self._num_waiting + active.shape[0]
         out, facts = self._buffer[start : self._num_waiting], facts.at(active)
         self._projection.softmax.form_gradient_(out, logits, active, facts)
@@ -81,9 +86,32 @@ class GradientSums:
     def total(self) -> HeadGradients:
         """The sums over all that was added."""
         self._multiply_waiting()
+        self._start_weight()
+        return HeadGradients(self._features, self._weight, self._bias)
+
+    def _add_sparse(self, logits: Tensor, chosen: Tensor, facts: RowFacts) -> None:
+        projection = self._projection
+        row_bytes = max(projection.features.shape[1], 1) * projection.softmax.dtype.itemsize
+        max_entries = min(entries_in_cache(logits), BLOCK_BYTES // row_bytes)
+        for rows, gradient in projection.softmax.sparse_gradients(
+            logits, chosen, facts.at(chosen), max_entries
+        ):
+            if self._features is not None:
+                self._features.index_copy_(0, rows, gradient.times(projection.weight))
+            columns, transposed = gradient.transposed()
+            if self._weight is not None:
+                self._start_weight()
+                features = projection.features.index_select(0, rows)
+                self._weight.index_add_(0, columns, transposed.times(features))
+            if self._bias is not None:
+                ones = torch.ones_like(rows, dtype=self._bias.dtype).unsqueeze(1)
+                self._bias.index_add_(0, columns, transposed.times(ones).squeeze(1))
+
+    def _start_weight(self) -> None:
+        """Fill the sum of the weight's gradient with zeros, if nothing was written there yet."""
         if self._weight is not None and self._overwrites_weight:
             self._weight.zero_()
-        return HeadGradients(self._features, self._weight, self._bias)
+            self._overwrites_weight = False
 
     def _multiply_waiting(self) -> None:
         if self._num_waiting > 0:

@@ -14,7 +14,8 @@ from slime_loss.batch import KeptIds, TokenLogProbs
 from slime_loss.gradient_sums import GradientSums
 from slime_loss.head_call import HeadCall, HeadInputs, HeadOptions, prepare_call
 from slime_loss.projection import Projection
-from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals
+from slime_loss.row_facts import Totals
+from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions
 
 
 def log_probs_from_hidden(  # noqa: PLR0913

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from slime_loss.autograd import AutogradContext, differentiable_once
 from slime_loss.batch import KeptIds, TokenLogProbs
-from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, Totals, VocabSoftmax
+from slime_loss.row_facts import Totals
+from slime_loss.vocab_softmax import EntropyMode, SoftmaxOptions, VocabSoftmax
 
 _CHUNK_BYTES = 16 * 2**20
 

@@ -14,7 +14,7 @@ from slime_loss.row_sums import cache_bytes
 from slime_loss.vocab_softmax import VocabSoftmax
 
 # Of the weight, or of its gradient, held in another precision at any one time.
-_BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 8 * 2**20
 
 # Rows of logits that a matrix product needs to run at full speed, by measurement.
 _CPU_ROWS, _GPU_ROWS = 368, 2048
@@ -102,7 +102,7 @@ class Projection:
         num_columns, size = self.softmax.num_columns, max(self.softmax.num_columns, 1)
         if self.weight.dtype != self.softmax.dtype:
             row_bytes = max(self.weight.shape[1], 1) * self.softmax.dtype.itemsize
-            size = max(_BLOCK_BYTES // row_bytes, 1)
+            size = max(BLOCK_BYTES // row_bytes, 1)
         starts = range(0, num_columns, size)
         return [slice(start, min(start + size, num_columns)) for start in starts]
 

@@ -6,8 +6,9 @@ a row, which are merged in rank order, so that every rank gets the same bits.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -16,7 +17,9 @@ from torch.distributed import ProcessGroup
 
 from slime_loss.batch import KeptIds
 from slime_loss.collectives import AutogradContext, all_gather_rows, group_rank, group_size
+from slime_loss.kept_columns import KeptColumns, SparseRows, entries_in_cache
 from slime_loss.labelled_rows import LabelledRows
+from slime_loss.row_facts import Coefficients, RowFacts, Totals
 from slime_loss.row_sums import (
     GradientTerms,
     Temperature,
@@ -40,76 +43,6 @@ class SoftmaxOptions:
     temperature: float | Tensor = 1.0
     keep_mask: Tensor | KeptIds | None = None
     entropy: EntropyMode = "none"
-
-
-class Totals(NamedTuple):
-    """What the gradient must know of whole rows, [n] each, the same on every rank.
-
-    `policy_*` normalise the log-probs (over the kept columns), `full_*` the entropy: the largest
-    u and the sum of e^(u - max). Without a keep mask the two are the same.
-    """
-
-    policy_max: Tensor
-    policy_sum: Tensor
-    full_max: Tensor
-    full_sum: Tensor
-    entropy: Tensor | None
-
-    def at(self, rows: slice | Int64[Tensor, " chosen"]) -> "Totals":
-        """Those of some of the rows."""
-        return Totals(
-            self.policy_max[rows],
-            self.policy_sum[rows],
-            self.full_max[rows],
-            self.full_sum[rows],
-            None if self.entropy is None else self.entropy[rows],
-        )
-
-
-class Coefficients(NamedTuple):
-    """The gradients of the loss with respect to log-probs and entropy, [n] each.
-
-    Where the entropy has no gradient its coefficients are None.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
-
-    def at(self, rows: slice | Int64[Tensor, " chosen"]) -> "Coefficients":
-        """Those of some of the rows."""
-        return Coefficients(
-            self.log_probs[rows], None if self.entropy is None else self.entropy[rows]
-        )
-
-    def has_any(self) -> bool:
-        """Whether any row has a gradient."""
-        return bool(self._is_active().any())
-
-    def active(self) -> Int64[Tensor, " active"]:
-        """The rows that have any gradient."""
-        return self._is_active().nonzero().squeeze(1)
-
-    def _is_active(self) -> Tensor:
-        is_active = self.log_probs != 0
-        return is_active if self.entropy is None else is_active | (self.entropy != 0)
-
-
-class RowFacts(NamedTuple):
-    """What the gradient of some rows of logits is made of, [c] each.
-
-    Attributes:
-        rows: Which of the labelled rows they are.
-        totals: Of these rows.
-        coefficients: Of these rows.
-    """
-
-    rows: Tensor
-    totals: Totals
-    coefficients: Coefficients
-
-    def at(self, chosen: slice | Int64[Tensor, " chosen"]) -> "RowFacts":
-        """Those of some of the rows."""
-        return RowFacts(self.rows[chosen], self.totals.at(chosen), self.coefficients.at(chosen))
 
 
 class VocabSoftmax:
@@ -146,13 +79,17 @@ class VocabSoftmax:
         self.dtype = compute_dtype(dtype)
         self.rows = LabelledRows(labels, vocab_size)
         self._temperature = self._checked_temperature(options.temperature)
-        self._keep_mask = _checked_keep_mask(options.keep_mask, labels.shape[0], num_columns)
-        if isinstance(self._keep_mask, KeptIds):
-            self._keep_mask.check(self.rows.index, vocab_size)
         self._entropy = _checked_entropy(options.entropy)
         columns = self.rows.labels - self._first_column
         is_here = (columns >= 0) & (columns < self.num_columns)
         self._label_columns = torch.where(is_here, columns, -1)
+        keep_mask = _checked_keep_mask(options.keep_mask, labels.shape[0], num_columns)
+        if isinstance(keep_mask, KeptIds):
+            keep_mask.check(self.rows.index, vocab_size)
+            ids = range(self._first_column, self._first_column + self.num_columns)
+            kept_ids = keep_mask.select(self.rows.index)
+            keep_mask = KeptColumns(kept_ids, self._label_columns, ids, vocab_size)
+        self._keep_mask = keep_mask
 
     @property
     def temporaries(self) -> int:
@@ -173,23 +110,38 @@ class VocabSoftmax:
             [c, k], where k depends on the options alone.
         """
         has_entropy = self._entropy != "none"
-        columns, temperature = self._label_columns[chunk], self._temperature_at(chunk)
-        if self._keep_mask is None:
-            return row_statistics(logits, columns, temperature, with_moment=has_entropy)
-        kept = torch.empty((logits.shape[0], 3), dtype=self.dtype, device=logits.device)
         index = torch.arange(len(self.rows), device=logits.device)[chunk]
-        for block in row_blocks(logits):
-            rows = index[block]
-            kept[block] = row_statistics(
-                logits[block].masked_fill(self._dropped(rows), -torch.inf),
-                self._label_columns[rows],
-                self._temperature_at(rows),
-                with_moment=False,
-            )
-        if not has_entropy:
-            return kept
-        full = row_statistics(logits, columns, temperature, with_moment=True)
-        return torch.cat([kept, full[:, 1:]], dim=1)
+        if self._keep_mask is None:
+            return self._row_statistics(logits, index, with_moment=has_entropy)
+        full = self._row_statistics(logits, index, with_moment=True) if has_entropy else None
+        kept = self._kept_statistics(logits, index, full)
+        return kept if full is None else torch.cat([kept, full[:, 1:]], dim=1)
+
+    def _row_statistics(self, logits: Tensor, index: Tensor, *, with_moment: bool) -> Tensor:
+        columns, temperature = self._label_columns[index], self._temperature_at(index)
+        return row_statistics(logits, columns, temperature, with_moment=with_moment)
+
+    def _kept_statistics(self, logits: Tensor, index: Tensor, full: Tensor | None) -> Tensor:
+        """[c, 3] as `row_statistics` has them, of the kept columns; `full` is of all of them."""
+        result = torch.empty((logits.shape[0], 3), dtype=self.dtype, device=logits.device)
+        masked = torch.arange(logits.shape[0], device=logits.device)
+        if isinstance(self._keep_mask, KeptColumns):
+            few, whole, masked = self._keep_mask.split(index)
+            for block in self._keep_mask.blocks(index[few], entries_in_cache(logits)):
+                rows = few[block]
+                temperature = self._temperature_at(index[rows])
+                entries = self._keep_mask.entries(index[rows])
+                result[rows] = entries.statistics(logits, rows, temperature)
+            if full is not None:
+                result[whole], whole = full[whole, :3], whole[:0]
+            for rows in _blocks(logits, whole):
+                values = logits.index_select(0, rows)
+                result[rows] = self._row_statistics(values, index[rows], with_moment=False)
+        for rows in _blocks(logits, masked):
+            values = logits.index_select(0, rows)
+            values.masked_fill_(self._dropped(index[rows]), -torch.inf)
+            result[rows] = self._row_statistics(values, index[rows], with_moment=False)
+        return result
 
     def merge(self, statistics: Float[Tensor, "rows numbers"]) -> tuple[Tensor, Totals]:
         """Log-probs and totals of rows. One all-gather over the group.
@@ -233,6 +185,41 @@ class VocabSoftmax:
         """Those of all labelled rows, from the totals and coefficients of all of them."""
         rows = torch.arange(len(self.rows), device=self.rows.index.device)
         return RowFacts(rows, totals, coefficients)
+
+    def is_sparse(self, facts: RowFacts) -> Bool[Tensor, " rows"]:
+        """The rows whose gradient is 0 at all but few columns: those for `sparse_gradients`."""
+        has_entropy = facts.coefficients.entropy is not None
+        # On a GPU, dense products should beat gathers in many small blocks (not measured).
+        if isinstance(self._keep_mask, KeptColumns) and not (has_entropy or facts.rows.is_cuda):
+            return self._keep_mask.is_few[facts.rows]
+        return torch.zeros_like(facts.rows, dtype=torch.bool)
+
+    def sparse_gradients(
+        self,
+        logits: Float[Tensor, "all_rows columns"],
+        chosen: Int64[Tensor, " rows"],
+        facts: RowFacts,
+        max_entries: int,
+    ) -> Iterator[tuple[Tensor, SparseRows]]:
+        """What `form_gradient_` would write, of rows that `is_sparse`.
+
+        Args:
+            logits: [C, num_columns], in this softmax's dtype; not changed.
+            chosen: [c], rows of `logits`, rising.
+            facts: What is known of these rows.
+            max_entries: About as many are given at a time.
+
+        Yields:
+            Which of the labelled rows, and their gradient.
+        """
+        if chosen.shape[0] == 0:
+            return
+        assert isinstance(self._keep_mask, KeptColumns)
+        for block in self._keep_mask.blocks(facts.rows, max_entries):
+            part = facts.at(block)
+            entries = self._keep_mask.entries(part.rows)
+            values = entries.gradient(logits, chosen[block], self._policy_terms(part))
+            yield part.rows, SparseRows(values, entries.column, entries.counts)
 
     def form_gradient_(
         self,
@@ -294,10 +281,10 @@ class VocabSoftmax:
     def _dropped(self, rows: Int64[Tensor, " rows"]) -> Bool[Tensor, "rows columns"]:
         """The columns that the keep mask drops; the label's own is never one."""
         assert self._keep_mask is not None
-        tokens = self.rows.index[rows]
-        if isinstance(self._keep_mask, KeptIds):
-            keep = self._keep_mask.select(tokens).mask(self._first_column, self.num_columns)
+        if isinstance(self._keep_mask, KeptColumns):
+            keep = self._keep_mask.mask(rows)
         else:
+            tokens = self.rows.index[rows]
             keep = self._keep_mask.index_select(0, tokens)[:, : self.num_columns]
         drop = ~keep
         if self.num_columns > 0:
@@ -325,6 +312,11 @@ class VocabSoftmax:
             row = int(self.rows.index[wrong][0])
             raise ValueError(f"{rule}: temperature[{row}]={float(temperature[row])}")
         return chosen
+
+
+def _blocks(logits: Tensor, rows: Tensor) -> list[Tensor]:
+    """Some of the logits' rows, as many at a time as `row_blocks` has."""
+    return [rows[block] for block in row_blocks(logits[: rows.shape[0]])]
 
 
 def _checked_vocab_size(vocab_size: int | None, num_columns: int) -> int:
