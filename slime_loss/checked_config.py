@@ -34,11 +34,15 @@ Rule = tuple[bool, str, str, str]
 """(does it hold, field, rule, fix)."""
 
 
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Sizes of a number that fp32 can still divide by and multiply with."""
+
+
 class CheckedConfig:
     """Base of the config dataclasses: construction raises ConfigError when any rule is broken.
 
-    The annotations give the first rules (type, choices, finite numbers); a subclass adds its own
-    by overriding `rules`. A field is reported once, with the first rule it breaks.
+    The annotations give the first rules (type, choices, numbers of a usable size); a subclass adds
+    its own by overriding `rules`. A field is reported once, with the first rule it breaks.
     """
 
     def __post_init__(self) -> None:
@@ -99,9 +103,17 @@ def _annotation_rule(name: str, value: object, annotation: object) -> Rule:
     if get_origin(kind) is Literal:
         choices = ", ".join(str(choice) for choice in get_args(kind))
         return value in get_args(kind), name, f"must be one of {choices}", "choose one of them"
-    if kind is float and isinstance(value, float):
-        return math.isfinite(value), name, "must be finite", "give a finite number"
-    assert isinstance(kind, type), f"{name} has an annotation without a rule: {annotation}"
     # bool is a subclass of int, and an int may stand for a float.
-    is_kind = type(value) in ((int,) if kind is float else (kind,))
-    return is_kind, name, f"must be of type {kind.__name__}", f"give a value of {kind.__name__}"
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _size_rule(name, value)
+    assert isinstance(kind, type), f"{name} has an annotation without a rule: {annotation}"
+    fix = f"give a value of {kind.__name__}"
+    return type(value) is kind, name, f"must be of type {kind.__name__}", fix
+
+
+def _size_rule(name: str, value: float) -> Rule:
+    """The rule of every float: beyond these sizes, sums and quotients in fp32 mean nothing."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False, name, "must be finite", "give a finite number"
+    rule = "must be 0 or between 1e-30 and 1e30 in size"
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST, name, rule, "give a usual number"

@@ -174,13 +174,7 @@ class PolicyLossConfig(CheckedConfig):
             f"must be in [0, tis_clip {high}]",
             "use 0.0",
         )
-        yield self.rs_upper_bound > 0, "rs_upper_bound", "must be > 0", "use 2.0"
-        yield (
-            self.rs_upper_bound <= 0 or 0 <= self.rejection_low <= self.rs_upper_bound,
-            "rs_lower_bound",
-            f"must be in [0, rs_upper_bound {self.rs_upper_bound}]",
-            "leave it out: 1 / rs_upper_bound",
-        )
+        yield from self._rejection_rules()
         yield threshold is None or threshold > 0, "rs_veto_threshold", "must be > 0", "use 1e-4"
         yield self.opsm_delta >= 0, "opsm_delta", "must be >= 0", "use 1e-4"
         compared = "excludes use_rollout_logprobs: the old log-probs are the engine's own then"
@@ -193,6 +187,23 @@ class PolicyLossConfig(CheckedConfig):
         rs = ["rs_level", "rs_upper_bound", "rs_lower_bound", "rs_veto_threshold"]
         yield from self.needs(rs, self.use_rs, "needs use_rs")
         yield from self.needs(["opsm_delta"], self.use_opsm, "needs use_opsm")
+
+    def _rejection_rules(self) -> Iterator[Rule]:
+        """The default of the lower bound, 1 / rs_upper_bound, must be below the upper one."""
+        low, high = self.rs_lower_bound, self.rs_upper_bound
+        yield high > 0, "rs_upper_bound", "must be > 0", "use 2.0"
+        yield (
+            low is not None or high >= 1,
+            "rs_upper_bound",
+            "must be >= 1, or give rs_lower_bound",
+            "use 2.0, or give an rs_lower_bound below it",
+        )
+        yield (
+            low is None or high <= 0 or 0 <= low <= high,
+            "rs_lower_bound",
+            f"must be in [0, rs_upper_bound {high}]",
+            "use 0.0, or leave it out with an rs_upper_bound >= 1: 1 / rs_upper_bound",
+        )
 
 
 _POLICY_ONLY = (

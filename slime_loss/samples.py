@@ -34,12 +34,14 @@ class Samples:
         """The samples of a batch.
 
         Raises:
-            ValueError: The batch lacks num_trained_tokens.
+            ValueError: The batch lacks num_trained_tokens, one of them is negative, or a row that
+                trains is of no sample. The rank that sees it raises before it communicates.
         """
         if batch.num_trained_tokens is None:
             raise ValueError(
                 f"num_trained_tokens is needed by {needed_by}: num_trained_tokens=None"
             )
+        _check_samples(batch, batch.num_trained_tokens)
         return cls(batch, batch.num_trained_tokens, cp_group)
 
     def sums(
@@ -87,3 +89,23 @@ class Samples:
         each sample once.
         """
         return flags.sum(dtype=torch.float64) * float(group_rank(self.cp_group) == 0)
+
+
+def _check_samples(batch: TokenBatch, num_tokens: Tensor) -> None:
+    """Raise ValueError for a negative number of tokens, and a trained row outside [0, samples)."""
+    num_samples, index = num_tokens.shape[0], batch.sample_index
+    negative = num_tokens < 0
+    outside = batch.loss_mask & ((index < 0) | (index >= num_samples))
+    # Asked once, since each question waits for the device.
+    if not bool(torch.cat([negative, outside]).any()):
+        return
+    if bool(negative.any()):
+        sample = int(negative.nonzero()[0])
+        raise ValueError(
+            f"num_trained_tokens must be >= 0: num_trained_tokens[{sample}]={num_tokens[sample]}"
+        )
+    row = int(outside.nonzero()[0])
+    raise ValueError(
+        "sample_index must be in [0, samples) where a row trains: "
+        f"sample_index[{row}]={index[row]}, samples={num_samples}"
+    )

@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import pytest
 
@@ -9,6 +10,7 @@ from slime_loss import (
     ConfigError,
     HeadConfig,
     PolicyLossConfig,
+    ValueLossConfig,
 )
 from tests.slime_loss.references import without_type_checker
 
@@ -75,6 +77,44 @@ def test_values_within_range_are_kept(
     built = config(**values)
     assert {name: getattr(built, name) for name in values} == values
     assert built.violations() == []
+
+
+FLOATS = [
+    (config, field.name)
+    for config in (
+        AdvantageConfig,
+        AggregationConfig,
+        HeadConfig,
+        PolicyLossConfig,
+        ValueLossConfig,
+    )
+    for field in fields(config)
+    if field.type in (float, float | None)
+]
+
+
+def test_the_floats_are_found() -> None:
+    assert len(FLOATS) > 15
+    assert (HeadConfig, "rollout_temperature") in FLOATS
+
+
+@pytest.mark.parametrize(("config", "field"), FLOATS)
+@pytest.mark.parametrize(
+    "value", [1e300, -1e300, 1.001e30, 0.999e-30, 1e-45, -1e-320, 10**31, 10**400]
+)
+def test_a_number_that_fp32_cannot_work_with_is_refused(
+    config: type[CheckedConfig], field: str, value: float
+) -> None:
+    with without_type_checker(), pytest.raises(ConfigError) as error:
+        config(**{field: value})
+    [violation] = error.value.violations
+    rule = "must be 0 or between 1e-30 and 1e30 in size"
+    assert str(violation) == f"{field} {rule}: {field}={value!r}"
+
+
+def test_the_smallest_and_the_largest_number_are_kept() -> None:
+    config = PolicyLossConfig(eps_clip=1e-30, eps_clip_high=1e30, entropy_coef=-1e-30)
+    assert (config.eps_clip, config.eps_clip_high) == (1e-30, 1e30)
 
 
 def test_an_int_may_stand_for_a_float() -> None:

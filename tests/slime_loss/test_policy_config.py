@@ -50,6 +50,15 @@ def test_every_field_refuses_values_out_of_its_range(
         assert broken(**others, **{field: value}) == [field], value
 
 
+@pytest.mark.parametrize("upper", [0.5, 0.999])
+def test_an_upper_bound_below_1_needs_a_lower_one(upper: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        PolicyLossConfig(use_rs=True, rs_upper_bound=upper)
+    message = f"rs_upper_bound must be >= 1, or give rs_lower_bound: rs_upper_bound={upper}"
+    assert str(error.value) == message
+    assert PolicyLossConfig(use_rs=True, rs_upper_bound=upper, rs_lower_bound=0.1).use_rs
+
+
 @pytest.mark.parametrize(
     ("values", "fields"),
     [
