@@ -5,7 +5,7 @@ those of the whole rollout, so only the whitening communicates.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from slime_loss.batch import check_alike, check_vector
 from slime_loss.config import AdvantageConfig
-from slime_loss.custom import load_function
+from slime_loss.custom import call_function
 from slime_loss.group_relative import group_relative_advantages
 from slime_loss.returns import (
     SampleMasks,
@@ -65,6 +65,18 @@ class AdvantageInputs:
             streams: SampleStreams | SampleMasks | None = getattr(self, name)
             if streams is not None:
                 self._check_own(name, streams)
+
+    def copy(self) -> "AdvantageInputs":
+        """The same in memory of its own, for functions that are not ours."""
+        return replace(
+            self,
+            rewards=self.rewards.clone(),
+            group_index=self.group_index.clone(),
+            own=self.own.clone(),
+            loss_mask=[mask.clone() for mask in self.loss_mask],
+            kl=None if self.kl is None else [stream.clone() for stream in self.kl],
+            values=None if self.values is None else [stream.clone() for stream in self.values],
+        )
 
     def _check_own(self, name: str, streams: SampleStreams | SampleMasks) -> None:
         """Raise ValueError unless there is one [R] for each own sample."""
@@ -219,7 +231,7 @@ def _whiten(
 def _custom_advantages(path: str, inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
     """What the function returns, as one stream per sample, 0 where a token does not train."""
     field = "custom_advantage_function_path"
-    found: object = load_function(path, field)(inputs, config)
+    found: object = call_function(path, field, inputs.copy(), config)
     rule = f"{field} {path} must return"
     if isinstance(found, Tensor) and found.dim() == 1:
         found = list(found)

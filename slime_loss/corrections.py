@@ -148,9 +148,7 @@ class _TokenStage:
             return cls(mismatch, in_bounds, in_bounds, None)
         if config.custom_tis_function_path is None:
             return cls(mismatch, in_bounds, in_bounds, _bounded(_ratio(mismatch), config))
-        weight, accepted = custom_correction(
-            train, rollout, streams.clean_batch(), config, cp_group=cp_group
-        )
+        weight, accepted = custom_correction(train, rollout, streams, config, cp_group=cp_group)
         kept = in_bounds if accepted is None else in_bounds & accepted
         return cls(mismatch, in_bounds, kept, _Weights(streams.clean("weights", weight)))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime_loss.batch import LossOutput, TokenBatch, check_alike, check_vector
-from slime_loss.custom import load_function
+from slime_loss.custom import call_function
 from slime_loss.metrics import Metrics
 from slime_loss.policy_config import PolicyLossConfig
 from slime_loss.streams import Streams, check_entropy
@@ -55,6 +55,7 @@ def custom_loss(
 
     Raises:
         ValueError: The function cannot be imported, or returned something else.
+        RuntimeError: It raised SystemExit.
     """
     path, field = config.custom_loss_function_path, "custom_loss_function_path"
     if path is None:
@@ -62,8 +63,8 @@ def custom_loss(
     check_entropy(entropy, log_probs, config)
     streams = Streams(batch, log_probs)
     nats = None if entropy is None else streams.clean("entropy", entropy)
-    function = load_function(path, field)
-    result = function(streams.predictions, nats, streams.clean_batch(), config, cp_group=cp_group)
+    own = streams.predictions.clone()
+    result = call_function(path, field, own, nats, streams.clean_batch(), config, cp_group=cp_group)
     token_loss, named = _unpacked(result)
     where = f"token_loss returned by {path}"
     _check_tensor(where, token_loss, batch, None)
@@ -76,20 +77,21 @@ def custom_loss(
 def custom_correction(
     train_log_probs: Float[Tensor, " tokens"],
     rollout_log_probs: Float[Tensor, " tokens"],
-    batch: TokenBatch,
+    streams: Streams,
     config: PolicyLossConfig,
     *,
     cp_group: ProcessGroup | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"] | None]:
     """The weights of config.custom_tis_function_path, and the tokens that it accepts.
 
-    The function is called with these same arguments, and returns (weights [T], accepted [T] or
+    The function is called as `function(train_log_probs, rollout_log_probs, batch, config,
+    cp_group=cp_group)`, with copies that it may change, and returns (weights [T], accepted [T] or
     None for all). A token that it does not accept counts as masked.
 
     Args:
         train_log_probs: [T], nats, without gradient, 0 at rows that do not train.
         rollout_log_probs: [T], nats, of the engine, likewise.
-        batch: The streams, clean.
+        streams: The batch, of which the function gets a clean one.
         config: custom_tis_function_path, and whatever the function reads.
         cp_group: The ranks that share the pack out, over which the function may communicate.
 
@@ -99,12 +101,13 @@ def custom_correction(
     Raises:
         ValueError: The function cannot be imported, or returned something else, or a weight of an
             accepted token is not finite.
+        RuntimeError: The function raised SystemExit.
     """
     path, field = config.custom_tis_function_path, "custom_tis_function_path"
     if path is None:
         raise ValueError(f"{field} is needed by custom_correction: {field}=None")
-    function = load_function(path, field)
-    result = function(train_log_probs, rollout_log_probs, batch, config, cp_group=cp_group)
+    batch, given = streams.batch, (train_log_probs.clone(), rollout_log_probs.clone())
+    result = call_function(path, field, *given, streams.clean_batch(), config, cp_group=cp_group)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
             f"{path} must return (weights, accepted or None): type={type(result).__name__}"

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from slime_loss.batch import LossOutput, TokenBatch, TokenLogProbs
 from slime_loss.config import HeadConfig
+from slime_loss.corrections import needs_samples
 from slime_loss.fused_loss import fused_loss
 from slime_loss.head_call import HeadCall, HeadInputs, HeadOptions, prepare_call
 from slime_loss.linear_log_probs import project
@@ -124,9 +125,10 @@ class RLHead(nn.Module):
             return f"fused gradients (3 products{at_a_time}): the loss of a row is its own"
         if self.head.recompute_loss_function:
             return f"recomputed logits (4 products{at_a_time}): recompute_loss_function asks for it"
-        return (
-            f"logits kept or recomputed (3 to 4 products{at_a_time}): the loss sees whole samples"
-        )
+        function = self.loss.custom_loss_function_path or self.loss.custom_tis_function_path
+        looks = needs_samples(self.loss) is not None or function is None
+        why = "the loss sees whole samples" if looks else f"{function} has no row_separable = True"
+        return f"logits kept or recomputed (3 to 4 products{at_a_time}): {why}"
 
     @property
     def _forms_gradients(self) -> bool:

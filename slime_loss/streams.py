@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from slime_loss.batch import LossOutput, TokenBatch, check_alike, check_floats
+from slime_loss.batch import KeptIds, LossOutput, TokenBatch, check_alike, check_floats
 from slime_loss.metrics import Metrics, TokenMetrics
 from slime_loss.policy_config import PolicyLossConfig
 
@@ -86,7 +86,8 @@ class Streams:
     def clean_batch(self) -> TokenBatch:
         """The batch with all streams clean, for functions that are not ours.
 
-        At rows that do not train, labels are -100 and sample indices -1.
+        At rows that do not train, labels are -100 and sample indices -1. Every tensor is a copy,
+        which the function may change.
         """
         batch = self.batch
         floats = {
@@ -96,7 +97,16 @@ class Streams:
             and stream.is_floating_point()
         }
         sample_index = torch.where(batch.loss_mask, batch.sample_index, -1)
-        return replace(batch, labels=batch.trained_labels, sample_index=sample_index, **floats)
+        counts, kept = batch.num_trained_tokens, batch.kept_ids
+        return replace(
+            batch,
+            labels=batch.trained_labels,
+            loss_mask=batch.loss_mask.clone(),
+            sample_index=sample_index,
+            num_trained_tokens=None if counts is None else counts.clone(),
+            kept_ids=None if kept is None else KeptIds(kept.ids.clone(), kept.offsets.clone()),
+            **floats,
+        )
 
     def sum_up(self, token_loss: Float[Tensor, " tokens"], metrics: Metrics) -> LossOutput:
         """The weighted sum of the rows' losses; adds the metrics loss and active_tokens."""

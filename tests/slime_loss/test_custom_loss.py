@@ -197,15 +197,17 @@ def test_what_a_function_returns_is_checked(what: str, message: str) -> None:
     [
         ("no_such_module:f", r"must name a module that can be imported .*ModuleNotFoundError"),
         (f"{HERE}:nothing", r"must name a function of the module, which has no 'nothing'"),
-        (f"{HERE}:NOT_A_FUNCTION", r"must name a function, not a int"),
+        (f"{HERE}:NOT_A_FUNCTION", r"must name a function, and this is of type int"),
+        ("decimal:Decimal", r"must name a function, and this is a class"),
+        ("math:fsum", r"must name a function of \(train_log_probs, .*, \*, cp_group\), and this"),
         (HERE, r"must be module:function"),
         (":f", r"must be module:function"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^some_field {message}") as caught:
-        load_function(path, "some_field")
-    assert f"some_field={path!r}" in str(caught.value)
+    with pytest.raises(ValueError, match=rf"^custom_tis_function_path {message}") as caught:
+        load_function(path, "custom_tis_function_path")
+    assert f"custom_tis_function_path={path!r}" in str(caught.value)
 
 
 def test_a_missing_function_is_noticed_before_the_first_step() -> None:

@@ -179,6 +179,19 @@ def test_the_head_says_how_its_gradients_come_about() -> None:
     assert recomputed.describe() == expected
     fused.objective = replace(fused.objective, is_row_separable=False)
     assert fused.describe().endswith("the loss sees whole samples")
+    for options in (
+        {"loss_type": "custom_loss", "custom_loss_function_path": f"{FUNCTIONS}:ratio_loss"},
+        {"use_tis": True, "custom_tis_function_path": f"{FUNCTIONS}:bounded_correction"},
+    ):
+        described = RLHead(HEAD, PolicyLossConfig(**options), vocab_size=VOCAB).describe()
+        path = next(path for path in options.values() if FUNCTIONS in str(path))
+        assert described.endswith(f"products): {path} has no row_separable = True")
+    gspo = PolicyLossConfig(policy_objective="gspo", **options)
+    of_samples = RLHead(HEAD, gspo, vocab_size=VOCAB)
+    assert of_samples.describe().endswith("the loss sees whole samples")
+
+
+FUNCTIONS = "tests.slime_loss.user_functions"
 
 
 # Real ranks: tensor parallel inside context parallel.

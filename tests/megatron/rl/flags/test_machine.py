@@ -60,13 +60,17 @@ def test_functions_of_the_users_own_must_be_there(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_module.py").write_text("1 / 0")
+    (tmp_path / "exiting_module.py").write_text("raise SystemExit")
+    (tmp_path / "good_module.py").write_text("def f(*_, **__):\n    pass\n")
     path = f"{name}_function_path"
-    assert found(tmp_path, **{path: "math:fsum"}) == []
+    assert found(tmp_path, **{path: "good_module:f"}) == []
     for value, rule, reason in (
         ("no_such_module:function", "a module that can", "No module named 'no_such_module'"),
         ("broken_module:function", "a module that can", "ZeroDivisionError: division by zero"),
         ("os:no_such_function", "which has no 'no_such_function'", ""),
-        ("os:name", "a function, not a str", ""),
+        ("exiting_module:function", "a module that can", "SystemExit: "),
+        ("os:name", "must name a function, and this is of type str", ""),
+        ("os:fspath", "must name a function of (", "too many positional arguments"),
     ):
         (violation,) = found(tmp_path, **{path: value})
         assert violation.flag == f"--{path.replace('_', '-')}"

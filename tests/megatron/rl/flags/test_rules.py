@@ -15,7 +15,7 @@ from megatron.rl.flags.run_rules import NOTES, REQUIRED, RUN_RULES
 from tests.megatron.rl.flags.command_line import resolved, small_run, violations
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 64 --disable-bias-linear"
-FUNCTION = "math:fsum"
+FUNCTION = "tests.slime_loss.user_functions:anything"
 CUSTOM_LOSS = f"--custom-loss-function-path {FUNCTION}"
 ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2"
 
