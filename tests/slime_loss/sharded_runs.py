@@ -28,7 +28,6 @@ from slime_loss import (
 from tests.slime_loss.objective_variants import VARIANTS, Variant
 from tests.slime_loss.packs import PADDED_VOCAB, VOCAB, Case, Pack, make_pack
 from tests.slime_loss.places import ALONE, Place
-from tests.slime_loss.reference_log_probs import EXACT
 from tests.slime_loss.reference_policy import numbers
 from tests.slime_loss.simulated_ranks import Call, check_same_collectives, simulate
 
@@ -259,7 +258,8 @@ def _hidden_gradient(case: Case, of_cp: Sequence[Outcome]) -> Tensor:
 
 def _assert_same(name: str, found: Tensor | float, expected: Tensor | float) -> None:
     pair = (torch.as_tensor(value, dtype=torch.float64) for value in (found, expected))
-    assert_close(*pair, equal_nan=True, msg=lambda text: f"{name}: {text}", **EXACT)
+    # A k3 estimate far from the reference is so large that one unit in the last place is 3e-11.
+    assert_close(*pair, rtol=1e-12, atol=1e-12, equal_nan=True, msg=lambda text: f"{name}: {text}")
 
 
 def _weighted(stream: Tensor, batch: TokenBatch) -> Tensor:
