@@ -1,4 +1,4 @@
-"""slime_loss: the loss of RL post-training as a model head, in torch alone."""
+"""slime_loss: the loss of RL post-training as a model head, in torch."""
 
 from slime_loss.advantages import AdvantageInputs, TokenAdvantages, compute_advantages
 from slime_loss.aggregation import loss_weights, sample_weights

@@ -127,6 +127,7 @@ def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
 
 
 def _graph_is_kept() -> bool:
-    """Whether the backward that runs may run again."""
+    """Whether the backward that runs may run again; true where this torch does not say."""
     engine: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
-    return engine._get_current_graph_task_keep_graph()
+    is_kept = getattr(engine, "_get_current_graph_task_keep_graph", None)
+    return is_kept is None or is_kept()

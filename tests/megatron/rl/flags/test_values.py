@@ -23,6 +23,9 @@ class Backend(Enum):
         (int | None, "3", 3),
         (Optional[float], "0.5", 0.5),  # noqa: UP045
         (int | None, None, None),
+        (int | None, "null", None),
+        (str | None, "null", None),
+        (str, "null", "null"),
         (Literal["thd", "bshd"], "bshd", "bshd"),
         (Optional[Literal["fp32", "fp64"]], None, None),  # noqa: UP045
         (Backend, "flash", Backend.flash),
