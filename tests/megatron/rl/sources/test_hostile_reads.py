@@ -62,7 +62,7 @@ def test_a_file_that_changes_while_it_is_checked_is_refused(change: str, tmp_pat
         check_rollouts([str(path)], RULES, progress=once)
 
 
-@pytest.mark.parametrize("change", set(CHANGES) - {"grows"})
+@pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"grows"}))
 def test_a_file_that_changes_after_the_check_is_refused(change: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(ROW)
