@@ -52,10 +52,7 @@ def row_statistics(
             temperature that is a number and not > 0.
         RuntimeError: triton is not installed.
     """
-    kernels = _checked_kernels(logits)
-    label_columns = _of_rows("label_columns", label_columns, logits, torch.int64)
-    temperature = _checked_temperature(temperature, logits)
-    _check_kept(kept, logits)
+    kernels, label_columns, temperature = _checked(logits, label_columns, temperature, kept)
     statistics = logits.new_empty((logits.shape[0], 4 if with_moment else 3), dtype=torch.float32)
     if logits.shape[0] > 0:
         kernels.launch_statistics(logits, label_columns, temperature, kept, statistics)
@@ -92,10 +89,7 @@ def logits_gradient_(  # noqa: PLR0913
             temperature that is a number and not > 0.
         RuntimeError: triton is not installed.
     """
-    kernels = _checked_kernels(logits)
-    label_columns = _of_rows("label_columns", label_columns, logits, torch.int64)
-    temperature = _checked_temperature(temperature, logits)
-    _check_kept(kept, logits)
+    kernels, label_columns, temperature = _checked(logits, label_columns, temperature, kept)
     coefficients = (
         _of_rows("maximum", maximum, logits),
         _of_rows("constant", constant, logits),
@@ -109,6 +103,17 @@ def logits_gradient_(  # noqa: PLR0913
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def _checked(
+    logits: Tensor, label_columns: Tensor, temperature: float | Tensor, kept: Tensor | None
+) -> tuple[ModuleType, Tensor, float | Tensor]:
+    """The module of the kernels, the label columns and the temperature, if all may be used."""
+    kernels = _checked_kernels(logits)
+    label_columns = _of_rows("label_columns", label_columns, logits, torch.int64)
+    temperature = _checked_temperature(temperature, logits)
+    _check_kept(kept, logits)
+    return kernels, label_columns, temperature
 
 
 def _checked_kernels(logits: Tensor) -> ModuleType:
