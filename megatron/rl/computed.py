@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.rl.batching import MicroBatch, build_micro_batch
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
-from megatron.rl.rollout import Computed, Rollout, StepPlan, have
+from megatron.rl.rollout import Computed, Rollout, StepPlan
 from megatron.rl.step import Trainee
 from slime_loss import AdvantageInputs, approximate_kl, compute_advantages
 
@@ -107,14 +107,14 @@ def compute(
     ranks that share a sample all know it whole.
 
     Args:
-        rollout: every rank knows all of it.
+        rollout: every rank knows all of its rows, and has its own samples.
         old_outputs: as `old_outputs_of` gives them; needed where `needs_pass`.
         config: the run.
         grid: this rank.
     """
     if config.loss.loss_type == "sft_loss" or not grid.is_last_stage:
         return Computed(old_outputs)
-    own = [position for _, pack in rollout.packs(grid.dp_rank) for position in pack]
+    own = rollout.positions(grid.dp_rank)
     inputs = _inputs(rollout, own, old_outputs, config, grid)
     found = compute_advantages(inputs, config.advantage, group=grid.groups.dp)
     returns = found.returns or []
@@ -139,11 +139,11 @@ def _inputs(
     values = None
     if config.loss.loss_type == "value_loss":
         values = [on_device(old_outputs[position]) for position in own]
-    elif have(rollout.samples, "values"):
+    elif rollout.rows["has_values"].all():
         values = [on_device(sample.values) for sample in mine]
     return AdvantageInputs(
-        rewards=on_device([sample.reward for sample in rollout.samples], dtype=torch.float32),
-        group_index=on_device([sample.group_index for sample in rollout.samples]),
+        rewards=on_device(rollout.rows["reward"].tolist(), dtype=torch.float32),
+        group_index=on_device(rollout.rows["group"].tolist()),
         own=on_device(own, dtype=torch.int64),
         loss_mask=[on_device(sample.loss_mask) for sample in mine],
         kl=_kl(rollout, own, old_outputs, config, grid) if config.advantage.kl_coef > 0 else None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from megatron.rl.batching import layout_of
 from megatron.rl.config import RunConfig
@@ -14,7 +14,7 @@ from megatron.rl.initialize import Grid
 from megatron.rl.logging import ConsoleLine, memory_scalars
 from megatron.rl.packing import balance_of
 from megatron.rl.rollout import Rollout, StepPlan
-from megatron.rl.samples import Sample
+from megatron.rl.sources.row import STATUSES
 from megatron.rl.step import StepResult
 
 CONSOLE_LOSSES = ("loss", "pg_loss", "kl_loss", "entropy", "train_rollout_logprob_abs_diff")
@@ -22,7 +22,7 @@ CONSOLE_LOSSES = ("loss", "pg_loss", "kl_loss", "entropy", "train_rollout_logpro
 
 def step_scalars(
     result: StepResult,
-    samples: Sequence[Sample],
+    rows: np.ndarray,
     seconds: Mapping[str, float],
     num_bad_rows: int,
     grid: Grid,
@@ -31,7 +31,7 @@ def step_scalars(
 
     Args:
         result: what the step did.
-        samples: the step's samples, of all ranks.
+        rows: the step's samples, of all ranks, as the row index has them.
         seconds: wall time by phase, `train_time` among them.
         num_bad_rows: rows of the rollout files that --bad-rows skip left out.
         grid: this rank.
@@ -39,13 +39,13 @@ def step_scalars(
     Returns:
         `train/*` from the loss, `rollout/*` from the samples, `perf/*`, memory of this rank.
     """
-    tokens = sum(sample.total_length for sample in samples)
+    tokens = int(rows["total_length"].sum())
     perf = dict(seconds)
     perf["step_time"] = sum(seconds.values())
     perf["tokens_per_gpu_per_sec"] = tokens / perf["step_time"] / grid.world.world_size
     return {
         **{f"train/{name}": value for name, value in result.metrics.items()},
-        **{f"rollout/{name}": value for name, value in rollout_scalars(samples)},
+        **{f"rollout/{name}": value for name, value in rollout_scalars(rows)},
         "rollout/dropped_samples": num_bad_rows,
         **{f"perf/{name}": value for name, value in perf.items()},
         **memory_scalars(grid.device),
@@ -61,7 +61,7 @@ def packing_scalars(
         `perf/micro_batches`, `perf/rank_imbalance`, `perf/padding_share`, and with a token budget
         `perf/packing_fill`.
     """
-    lengths = [sample.total_length for sample in rollout.samples]
+    lengths = rollout.rows["total_length"].tolist()
     balance = balance_of(
         step.micro_batches, lengths, sample_costs(lengths, config), config.layout.tokens_per_pack
     )
@@ -75,38 +75,36 @@ def packing_scalars(
     return scalars if balance.fill is None else {**scalars, "perf/packing_fill": balance.fill}
 
 
-def rollout_scalars(samples: Sequence[Sample]) -> Iterator[tuple[str, float]]:
-    """Rewards, lengths and masks of the samples of a step."""
-    yield from _spread("raw_reward", [sample.reward for sample in samples])
-    yield from _spread("response_len", [sample.response_length for sample in samples])
-    yield from _spread("total_len", [sample.total_length for sample in samples])
-    response_tokens = sum(sample.response_length for sample in samples)
-    trained_tokens = sum(sample.num_trained_tokens for sample in samples)
-    truncated = sum(sample.status == "truncated" for sample in samples)
-    yield "truncated_ratio", truncated / len(samples)
-    yield "cut_samples", sum(sample.num_cut_tokens > 0 for sample in samples)
-    yield "trained_token_ratio", trained_tokens / response_tokens
-    yield "zero_std_group_ratio", _share_of_equal_groups(samples)
+def rollout_scalars(rows: np.ndarray) -> Iterator[tuple[str, float]]:
+    """Rewards, lengths and masks of the samples of a step, `ROW_DTYPE` [N]."""
+    yield from _spread("raw_reward", rows["reward"])
+    yield from _spread("response_len", rows["response_length"])
+    yield from _spread("total_len", rows["total_length"])
+    yield "truncated_ratio", float((rows["status"] == STATUSES.index("truncated")).mean())
+    yield "cut_samples", int((rows["num_cut_tokens"] > 0).sum())
+    response_tokens = rows["response_length"].sum()
+    yield "trained_token_ratio", float(rows["num_trained_tokens"].sum() / response_tokens)
+    yield "zero_std_group_ratio", _share_of_equal_groups(rows["group"], rows["reward"])
 
 
-def _spread(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
-    yield f"{name}/mean", statistics.fmean(values)
-    yield f"{name}/std", statistics.stdev(values) if len(values) > 1 else 0.0
-    yield f"{name}/min", min(values)
-    yield f"{name}/max", max(values)
+def _spread(name: str, values: np.ndarray) -> Iterator[tuple[str, float]]:
+    yield f"{name}/mean", float(values.mean())
+    yield f"{name}/std", float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    yield f"{name}/min", float(values.min())
+    yield f"{name}/max", float(values.max())
 
 
-def _share_of_equal_groups(samples: Sequence[Sample]) -> float:
+def _share_of_equal_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
     """Share of prompt groups whose rewards are all equal: they teach nothing."""
-    rewards = defaultdict(set)
-    for sample in samples:
-        rewards[sample.group_index].add(sample.reward)
-    return sum(len(group) == 1 for group in rewards.values()) / len(rewards)
+    order = np.lexsort((rewards, groups))
+    _, first, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+    lowest, highest = rewards[order][first], rewards[order][first + sizes - 1]
+    return float((lowest == highest).mean())
 
 
 def console_line(
     result: StepResult,
-    samples: Sequence[Sample],
+    rows: np.ndarray,
     *,
     consumed_samples: int,
     learning_rate: float,
@@ -118,10 +116,10 @@ def console_line(
         consumed_samples=consumed_samples,
         elapsed_ms=1000 * seconds,
         learning_rate=learning_rate,
-        global_batch_size=len(samples),
+        global_batch_size=len(rows),
         losses={n: result.metrics[n] for n in CONSOLE_LOSSES if n in result.metrics},
         grad_norm=result.grad_norm,
         num_skipped=int(not result.updated),
         num_nan=int(not finite),
-        tokens_per_second=sum(sample.total_length for sample in samples) / seconds,
+        tokens_per_second=int(rows["total_length"].sum()) / seconds,
     )

@@ -1,15 +1,15 @@
 """One rollout, ready to train on: how its samples become optimizer steps.
 
-Every rank makes the whole plan from the same samples, so ranks agree without communication; the
-step guard checks that they do.
+Every rank makes the whole plan from the same row index, so ranks agree without communication, and
+reads no other samples than those it trains; the step guard checks that the plans are the same.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from megatron.rl.config import DataConfig, RunConfig
 from megatron.rl.cost import sample_costs
 from megatron.rl.packing import plan_micro_batches, steps_of
 from megatron.rl.samples import Sample
+from megatron.rl.sources.files import FileSource
 from slime_loss import sample_weights
 
 
@@ -75,19 +76,25 @@ class Rollout:
 
     Args:
         number: which rollout of the run this is, from 0.
-        samples: whole prompt groups.
+        rows: the samples' records in the row index, whole prompt groups, `ROW_DTYPE` [N].
         steps: every sample is in exactly one of them.
         streams: the optional TokenBatch streams that the rows give and the run reads.
+        samples: those that this data-parallel rank trains, by position in `rows`.
     """
 
     number: int
-    samples: tuple[Sample, ...]
+    rows: np.ndarray
     steps: tuple[StepPlan, ...]
     streams: frozenset[str]
+    samples: Mapping[int, Sample] = field(default_factory=dict)
 
     def packs(self, dp_rank: int) -> list[tuple[StepPlan, tuple[int, ...]]]:
         """Every micro-batch of one data-parallel rank, step by step: step and positions."""
         return [(step, pack) for step in self.steps for pack in step.micro_batches[dp_rank]]
+
+    def positions(self, dp_rank: int) -> list[int]:
+        """The samples that one data-parallel rank trains, step by step."""
+        return [position for _, pack in self.packs(dp_rank) for position in pack]
 
     def trained(self, step: StepPlan, position: int, computed: Computed) -> TrainedSample:
         """The sample at `position`, with all that is known of it in `step`."""
@@ -101,28 +108,35 @@ class Rollout:
         )
 
     def digest(self, step: StepPlan) -> int:
-        """A checksum of the step's samples and of where each is trained."""
-        ids = [np.asarray(step.positions)]
-        ids += [self.samples[position].tokens for position in step.positions]
-        ids += [
-            np.asarray([rank, *pack])
-            for rank, packs in enumerate(step.micro_batches)
-            for pack in packs
-        ]
-        checksum = 0
-        for part in ids:
-            checksum = zlib.crc32(part.astype(np.int64).tobytes(), checksum)
-        return checksum
+        """A checksum of the step's samples and of where each is trained.
+
+        Tokens take part by the checksum of their record, which reading compares with the row.
+        """
+        records = self.rows[list(step.positions)].tobytes()
+        return zlib.crc32(repr(step.micro_batches).encode(), zlib.crc32(records))
 
 
-def plan_rollout(number: int, samples: Sequence[Sample], config: RunConfig) -> Rollout:
-    """Steps, weights and micro-batches of one rollout."""
-    steps = steps_of(len(samples), step_size(len(samples), config.data))
+def read_rollout(number: int, source: FileSource, config: RunConfig, dp_rank: int) -> Rollout:
+    """One rollout with the samples that a data-parallel rank trains.
+
+    Raises:
+        BadRowsError: a file is not what it was when it was checked.
+    """
+    places = source.rollout_rows(number)
+    rollout = plan_rollout(number, source.files.rows[places], config)
+    own = rollout.positions(dp_rank)
+    samples = source.files.read(places[own])
+    return replace(rollout, samples=dict(zip(own, samples, strict=True)))
+
+
+def plan_rollout(number: int, rows: np.ndarray, config: RunConfig) -> Rollout:
+    """Steps, weights and micro-batches of one rollout, from its rows in the index."""
+    steps = steps_of(len(rows), step_size(len(rows), config.data))
     return Rollout(
         number=number,
-        samples=tuple(samples),
-        steps=tuple(_plan_step(positions, samples, config) for positions in steps),
-        streams=_streams(samples, config),
+        rows=rows,
+        steps=tuple(_plan_step(positions, rows, config) for positions in steps),
+        streams=_streams(rows, config),
     )
 
 
@@ -136,13 +150,13 @@ def num_steps(num_samples: int, data: DataConfig) -> int:
     return math.ceil(num_samples / step_size(num_samples, data))
 
 
-def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
+def _streams(rows: np.ndarray, config: RunConfig) -> frozenset[str]:
     """What the flags ask for; the engine's log-probs also where they are a metric alone."""
     loss_type = config.loss.loss_type
     is_policy = loss_type in ("policy_loss", "custom_loss")
-    has_values = loss_type == "custom_loss" and have(samples, "values")
+    has_values = loss_type == "custom_loss" and bool(rows["has_values"].all())
     is_read = {
-        "rollout_log_probs": is_policy and have(samples, "rollout_log_probs"),
+        "rollout_log_probs": is_policy and bool(rows["has_rollout_log_probs"].all()),
         "ref_log_probs": config.loss.use_kl_loss,
         "kept_ids": config.data.rollout_top_p < 1,
         "values": has_values,
@@ -150,24 +164,19 @@ def _streams(samples: Sequence[Sample], config: RunConfig) -> frozenset[str]:
     return frozenset(name for name, read in is_read.items() if read)
 
 
-def have(samples: Sequence[Sample], stream: str) -> bool:
-    """Whether every sample of the rollout has the optional stream."""
-    return all(getattr(sample, stream) is not None for sample in samples)
-
-
-def _plan_step(positions: Iterable[int], samples: Sequence[Sample], config: RunConfig) -> StepPlan:
+def _plan_step(positions: Iterable[int], rows: np.ndarray, config: RunConfig) -> StepPlan:
     positions = tuple(positions)
-    chosen = [samples[position] for position in positions]
+    chosen = rows[list(positions)]
     weights = sample_weights(
-        torch.tensor([sample.num_trained_tokens for sample in chosen]),
+        torch.tensor(chosen["num_trained_tokens"].tolist()),
         aggregation=config.aggregation.aggregation,
         count_masked_samples=config.aggregation.count_masked_samples,
-        rollout_index=torch.tensor([sample.rollout_index for sample in chosen]),
-        group_index=torch.tensor([sample.group_index for sample in chosen]),
+        rollout_index=torch.tensor(chosen["rollout"].tolist()),
+        group_index=torch.tensor(chosen["group"].tolist()),
         constant=config.aggregation.loss_aggregation_constant,
     )
     dynamic = config.data.use_dynamic_batch_size
-    lengths = [sample.total_length for sample in chosen]
+    lengths = chosen["total_length"].tolist()
     plan = plan_micro_batches(
         lengths,
         dp_size=config.layout.data_parallel,

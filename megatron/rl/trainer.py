@@ -16,7 +16,7 @@ from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, p
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.report import console_line, packing_scalars, step_scalars
-from megatron.rl.rollout import Computed, Rollout, StepPlan, plan_rollout
+from megatron.rl.rollout import Computed, Rollout, StepPlan, read_rollout
 from megatron.rl.sources.files import FileSource
 from megatron.rl.step import StepResult, Trainee
 from megatron.rl.stopping import EXIT_OK, EXIT_SIGNAL, Stop, StopRequest
@@ -82,8 +82,9 @@ class Trainer:
     def _train_rollout(self) -> Stop:
         """The steps of the current rollout that are still to be taken."""
         with phase("reading rollouts", self.progress.step + 1, self.grid):
-            samples = self.source.rollout(self.progress.rollout)
-            rollout = plan_rollout(self.progress.rollout, samples, self.config)
+            rollout = read_rollout(
+                self.progress.rollout, self.source, self.config, self.grid.dp_rank
+            )
             self._check_position(rollout)
         seconds = self._prepare(rollout)
         for step in rollout.steps[self.progress.step_in_rollout :]:
@@ -154,17 +155,17 @@ class Trainer:
             result = self.trainee.step(micro_batches)
         self._advance(rollout, step, result)
         seconds = time.perf_counter() - start
-        samples = [rollout.samples[position] for position in step.positions]
+        rows = rollout.rows[list(step.positions)]
         times = {"train_time": seconds, "log_probs_time": log_probs_seconds}
         self.logger.log_step(
             number,
             {
-                **step_scalars(result, samples, times, self.source.files.num_bad_rows, self.grid),
+                **step_scalars(result, rows, times, self.source.files.num_bad_rows, self.grid),
                 **packing_scalars(rollout, step, self.config, self.grid),
             },
             console=console_line(
                 result,
-                samples,
+                rows,
                 consumed_samples=self.progress.consumed_samples,
                 learning_rate=learning_rate,
                 seconds=seconds + log_probs_seconds,

@@ -104,7 +104,7 @@ class RolloutFiles:
         if lengths != (entry["total_length"], entry["response_length"]):
             raise _changed(path, line, f"{lengths} tokens and response tokens")
         if checksum_of(row) != entry["checksum"]:
-            raise _changed(path, line, "other tokens or another loss mask")
+            raise _changed(path, line, "other tokens, another loss mask or other numbers per token")
         return make_sample(row, entry, origin=f"{path}:{line}")
 
 
@@ -183,10 +183,6 @@ class FileSource:
         groups = self._order(epoch)[first : first + self.groups_per_rollout]
         spans = [self._members[self._starts[g] : self._starts[g + 1]] for g in groups]
         return np.concatenate(spans)
-
-    def rollout(self, k: int) -> list[Sample]:
-        """The samples of rollout k, group after group."""
-        return self.files.read(self.rollout_rows(k))
 
     def describe(self) -> str:
         """The files' figures and how they are cut, for the start of a run."""

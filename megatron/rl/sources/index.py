@@ -1,13 +1,23 @@
-"""The row index: what a run must know of every row before it reads one, as one numpy array."""
+"""The row index: what every rank must know of every row, as one numpy array.
+
+A rank reads the rows that it trains alone; all else that a step depends on is here.
+"""
 
 import zlib
 
+import msgspec
 import numpy as np
 
 from megatron.rl.samples import RowError, RowRules
 from megatron.rl.sources.row import FIXES, STATUSES, Row
-from megatron.rl.sources.rules import num_trained_tokens_of, reward_of
+from megatron.rl.sources.rules import RESPONSE_STREAMS, num_trained_tokens_of, reward_of
 
+PER_TOKEN = (
+    "tokens",
+    *RESPONSE_STREAMS,
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+)
 ABSENT = np.iinfo(np.int64).min
 """Stands for a number the row does not give, until the whole file is known."""
 
@@ -26,7 +36,8 @@ ROW_DTYPE = np.dtype(
         ("reward", np.float64),
         ("status", np.int8),  # position in STATUSES
         ("has_rollout_log_probs", np.bool_),
-        ("checksum", np.uint32),  # of tokens and loss mask
+        ("has_values", np.bool_),
+        ("checksum", np.uint32),  # of everything a row has per token
     ]
 )
 
@@ -49,13 +60,14 @@ def entry_of(
         reward_of(row, rules),
         STATUSES.index(row.status or "completed"),
         row.rollout_log_probs is not None,
+        row.values is not None,
         checksum_of(row),
     )
 
 
 def checksum_of(row: Row) -> int:
-    """What tells a row from another one of the same lengths: a sum over tokens and loss mask."""
-    return zlib.crc32(repr((row.tokens, row.loss_mask)).encode())
+    """What tells a row from another one of the same lengths: tokens, mask and every stream."""
+    return zlib.crc32(msgspec.msgpack.encode([getattr(row, name) for name in PER_TOKEN]))
 
 
 def number_rows(rows: np.ndarray) -> np.ndarray:

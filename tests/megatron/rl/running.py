@@ -21,7 +21,7 @@ from megatron.rl.build import (
 from megatron.rl.checkpoint import Checkpointer
 from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.initialize import World, process_grid
-from megatron.rl.rollout import Computed, Rollout, plan_rollout
+from megatron.rl.rollout import Computed, Rollout, read_rollout
 from megatron.rl.step import Trainee
 
 
@@ -64,6 +64,6 @@ def running(rank: int, world_size: int, argv: list[str]) -> Iterator[Running]:
         identity = data_identity(config, source)
         yield Running(
             trainee,
-            plan_rollout(0, source.rollout(0), config),
+            read_rollout(0, source, config, grid.dp_rank),
             Checkpointer(config, grid, trainee, scheduler, identity),
         )

@@ -21,7 +21,7 @@ from megatron.rl.computed import compute, computed_streams
 from megatron.rl.flags.generate import all_flags
 from megatron.rl.initialize import process_grid
 from megatron.rl.model import build_head
-from megatron.rl.rollout import Rollout, plan_rollout
+from megatron.rl.rollout import Rollout, read_rollout
 from slime_loss import (
     AdvantageConfig,
     AggregationConfig,
@@ -160,8 +160,8 @@ def drawn_old_outputs(rollout: Rollout) -> dict[int, Tensor]:
     """Near the log-probs that `outcome`'s hidden states give a policy, -ln(vocabulary)."""
     generator = torch.Generator().manual_seed(3)
     return {
-        position: -5.7 + 0.3 * torch.randn(sample.response_length, generator=generator)
-        for position, sample in enumerate(rollout.samples)
+        position: -5.7 + 0.3 * torch.randn(length, generator=generator)
+        for position, length in enumerate(rollout.rows["response_length"].tolist())
     }
 
 
@@ -172,7 +172,7 @@ def outcome(rank: int, argv: list[str]) -> Outcome:
     world = initialize.World(rank, rank, 1, launched=True)
     with process_grid(config, world, torch.device("cpu")) as grid:
         source = make_source(config, check_data(config))
-        rollout = plan_rollout(0, source.rollout(0), config)
+        rollout = read_rollout(0, source, config, dp_rank=0)
         computed = compute(rollout, drawn_old_outputs(rollout), config, grid)
         streams = rollout.streams | computed_streams(rollout, config)
         step = rollout.steps[0]

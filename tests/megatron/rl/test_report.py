@@ -12,7 +12,7 @@ from megatron.rl.config import RunConfig
 from megatron.rl.cost import sample_costs
 from megatron.rl.initialize import Grid, World
 from megatron.rl.report import packing_scalars, rollout_scalars
-from megatron.rl.rollout import Rollout, plan_rollout
+from megatron.rl.rollout import Rollout, read_rollout
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 
 LENGTHS = (10, 7, 3, 3)
@@ -34,7 +34,7 @@ def planned(tmp_path: Path, flags: str, cp_size: int) -> tuple[RunConfig, Rollou
     argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", *flags.split()]
     argv += [f"--context-parallel-size={cp_size}", "--no-shuffle"]
     config = resolve(argv, 2 * cp_size, has_driver=False)
-    return config, plan_rollout(0, make_source(config, check_data(config)).rollout(0), config)
+    return config, read_rollout(0, make_source(config, check_data(config)), config, dp_rank=0)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_samples_are_cut_to_the_model_or_the_pack_and_counted(
     flags: str, cp_size: int, lengths: list[int], tmp_path: Path
 ) -> None:
     _, rollout = planned(tmp_path, f"{flags} --truncate-samples", cp_size)
-    assert [sample.total_length for sample in rollout.samples] == lengths
+    assert rollout.rows["total_length"].tolist() == lengths
     num_cut = sum(new < old for new, old in zip(lengths, LENGTHS, strict=True))
-    assert dict(rollout_scalars(rollout.samples))["cut_samples"] == num_cut
+    assert dict(rollout_scalars(rollout.rows))["cut_samples"] == num_cut

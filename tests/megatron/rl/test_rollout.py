@@ -1,12 +1,13 @@
-"""A rollout gives the loss the streams that the flags ask for, whatever else its rows hold."""
+"""What a rank has of a rollout: its samples, the streams that the flags ask for, a digest."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.rl.arguments import resolve
 from megatron.rl.build import check_data, make_source
-from megatron.rl.rollout import plan_rollout
+from megatron.rl.rollout import Rollout, plan_rollout, read_rollout
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, rollout_rows, write_rollouts
 
 
@@ -30,4 +31,55 @@ def test_streams_follow_from_the_flags(tmp_path: Path, flags: list[str], streams
     argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", *flags]
     config = resolve(argv, 1, has_driver=False)
     source = make_source(config, check_data(config))
-    assert plan_rollout(0, source.rollout(0), config).streams == streams
+    assert plan_rollout(0, source.files.rows[source.rollout_rows(0)], config).streams == streams
+
+
+def read(folder: Path, rows: list[dict], dp_rank: int = 0) -> Rollout:
+    """The first rollout, as one of two replicas has it."""
+    data = write_rollouts(folder / "rollouts.jsonl", rows)
+    argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", "--num-steps-per-rollout=2"]
+    config = resolve(argv, 2, has_driver=False)
+    return read_rollout(0, make_source(config, check_data(config)), config, dp_rank)
+
+
+def test_a_rank_reads_the_samples_that_it_trains(tmp_path: Path) -> None:
+    rows = rollout_rows()
+    rollouts = [read(tmp_path, rows, rank) for rank in (0, 1)]
+    for rank, rollout in enumerate(rollouts):
+        own = [i for step in rollout.steps for pack in step.micro_batches[rank] for i in pack]
+        assert own == list(rollout.samples) == rollout.positions(rank)
+        for position, sample in rollout.samples.items():
+            assert sample.index == rollout.rows["index"][position]
+            assert sample.tokens.tolist() == rows[sample.index]["tokens"]
+    assert sorted([*rollouts[0].samples, *rollouts[1].samples]) == list(range(len(rows)))
+
+
+def other_tokens(rows: list[dict]) -> None:
+    rows[3]["tokens"].reverse()  # the file keeps its size, and so do later lines their places
+
+
+def other_mask(rows: list[dict]) -> None:
+    rows[3]["loss_mask"].reverse()
+
+
+def other_log_probs(rows: list[dict]) -> None:
+    rows[3]["rollout_log_probs"].reverse()
+
+
+def other_reward(rows: list[dict]) -> None:
+    rows[3]["reward"] = 1.0 - rows[3]["reward"]
+
+
+@pytest.mark.parametrize("change", [other_tokens, other_mask, other_log_probs, other_reward])
+def test_the_digest_is_of_everything_in_the_samples_of_all_ranks(
+    change: Callable[[list[dict]], None], tmp_path: Path
+) -> None:
+    def digests(rank: int) -> list[int]:
+        rollout = read(tmp_path, rows, rank)
+        return [rollout.digest(step) for step in rollout.steps]
+
+    rows = rollout_rows()
+    before = digests(0)
+    assert digests(1) == before
+    change(rows)
+    assert sum(new != old for new, old in zip(digests(1), before, strict=True)) == 1

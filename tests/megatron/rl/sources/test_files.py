@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.rl.samples import BadRowsError, RowRules
+from megatron.rl.samples import BadRowsError, RowRules, Sample
 from megatron.rl.sources import FileSource, RolloutFiles, check_rollouts
 
 MakeRow = Callable[..., dict[str, Any]]
@@ -24,7 +24,11 @@ def real() -> RolloutFiles:
 
 
 def groups_of(source: FileSource, k: int) -> list[int]:
-    return list(dict.fromkeys(sample.group_index for sample in source.rollout(k)))
+    return list(dict.fromkeys(sample.group_index for sample in samples_of(source, k)))
+
+
+def samples_of(source: FileSource, k: int) -> list[Sample]:
+    return source.files.read(source.rollout_rows(k))
 
 
 def test_the_summary_of_real_rollouts(real: RolloutFiles) -> None:
@@ -67,7 +71,7 @@ def test_rows_are_read_in_the_order_asked(real: RolloutFiles) -> None:
 
 def test_another_process_receives_the_index_and_reads(real: RolloutFiles) -> None:
     data = pickle.dumps(real)
-    assert len(data) < 119 * 100
+    assert len(data) < real.rows.nbytes + 2000
     received = pickle.loads(data)
     np.testing.assert_array_equal(received.rows, real.rows)
     assert received.fingerprint == real.fingerprint
@@ -131,10 +135,24 @@ def test_a_file_that_changed_is_refused(
         files.read([0])
 
 
+@pytest.mark.parametrize("name", ["rollout_log_probs", "ref_log_probs", "values"])
+def test_another_number_of_a_token_is_another_file(
+    name: str, make_row: MakeRow, write: Write
+) -> None:
+    row = make_row(0)
+    row[name] = [-0.5] * row["response_length"]
+    files = check_rollouts([write([row])], RowRules())
+    assert len(files.read([0])) == 1
+    row[name][-1] = -0.25
+    write([row])
+    with pytest.raises(BadRowsError, match="other numbers per token"):
+        files.read([0])
+
+
 def test_an_epoch_holds_every_group_once_and_the_remainder_is_kept(real: RolloutFiles) -> None:
     source = FileSource(real, rollout_batch_size=4, num_epochs=2, seed=7)
     assert (source.rollouts_per_epoch, source.num_rollouts) == (4, 8)
-    rollouts = [source.rollout(k) for k in range(8)]
+    rollouts = [samples_of(source, k) for k in range(8)]
     assert [len(rollout) for rollout in rollouts] == list(source.rollout_sizes())
     for epoch in (0, 1):
         samples = [sample for rollout in rollouts[4 * epoch : 4 * epoch + 4] for sample in rollout]
@@ -162,7 +180,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(real: RolloutFiles) -> None:
 def test_a_rollout_is_cut_without_reading_it(real: RolloutFiles) -> None:
     source = FileSource(real, rollout_batch_size=4, seed=7)
     rows = source.rollout_rows(3)
-    assert [sample.index for sample in source.rollout(3)] == real.rows["index"][rows].tolist()
+    assert [sample.index for sample in samples_of(source, 3)] == real.rows["index"][rows].tolist()
     with pytest.raises(ValueError, match=r"k must be in \[0, 4\): k=4"):
         source.rollout_rows(4)
 
