@@ -30,7 +30,7 @@ def time_table(case: Case, results: Sequence[Result], kind: Kind) -> str:
         rows.append([one.name, *cells])
     last = "what it leaves out, or why it did not run"
     header = [kind, "CPU s", f"/ {_FLOORS[kind]}", "/ ours", last]
-    return f"{case}\n\n{_table(header, rows)}"
+    return f"{case}\n\n{table(header, rows)}"
 
 
 def memory_table(case: Case, results: Sequence[Result], kind: Kind) -> str:
@@ -44,7 +44,7 @@ def memory_table(case: Case, results: Sequence[Result], kind: Kind) -> str:
             cells = [f"{beside:.0f}", f"{one.gradient_mib:.0f}", one.lacks]
         rows.append([one.name, *cells])
     header = [kind, "peak MiB beside gradients", "gradients MiB", ""]
-    return f"{case}\n\n{_table(header, rows)}"
+    return f"{case}\n\n{table(header, rows)}"
 
 
 def plain_needs(case: Case) -> str:
@@ -80,7 +80,8 @@ def _ratio(seconds: float, base: float | None) -> str:
     return "" if base is None else f"{seconds / base:.2f}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: list[str]) -> str:

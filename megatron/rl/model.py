@@ -158,7 +158,7 @@ def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel
     is_critic = config.loss.loss_type == "value_loss"
     return (Critic if is_critic else RLModel)(
         config.transformer,
-        transformer_layer_spec=_block_spec(config, grid, vp_stage),
+        transformer_layer_spec=block_spec(config, grid, vp_stage),
         vocab_size=config.layout.padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings or 0,
         pre_process=stage == 0 and vp_stage in (None, 0),
@@ -172,7 +172,7 @@ def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel
     )
 
 
-def _block_spec(config: RunConfig, grid: Grid, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: RunConfig, grid: Grid, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Core's layer specs with our attention, and our norm where transformer-engine is absent."""
     transformer = config.transformer
     use_te = transformer.transformer_impl == "transformer_engine"
