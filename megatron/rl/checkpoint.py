@@ -36,6 +36,7 @@ from megatron.rl.checkpoint_model import (
     refuse_differences,
     sharded,
 )
+from megatron.rl.checkpoint_schedule import settle_rates
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_warning
@@ -148,8 +149,14 @@ class Checkpointer:
         flags = self.config.checkpoint
         fill(self._chunks, state)
         if self._with_optimizer:
-            self.trainee.optimizer.load_state_dict(state["optimizer"])
             self._load_scheduler(state["scheduler"])
+            settle_rates(
+                self.trainee.optimizer.param_groups,
+                state["optimizer"],
+                keep_saved=self.config.schedule.use_checkpoint_opt_param_scheduler,
+            )
+            self.trainee.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.step(increment=0)  # the rate that the schedule gives at this step
         else:
             self.trainee.optimizer.reload_model_params()
         if "rng" in state:

@@ -327,6 +327,21 @@ def test_what_does_not_fit_is_named(two_ranks: World, flags: list[str], tmp_path
         assert "--no-load-optim" in message
 
 
+@pytest.mark.parametrize("distributed", [[], ["--use-distributed-optimizer"]])
+def test_the_rate_is_the_flags_or_the_checkpoints_as_asked(
+    two_ranks: World, flags: list[str], tmp_path: Path, distributed: list[str]
+) -> None:
+    slow = [*flags, *distributed, "--lr-decay-style=linear", "--lr-decay-iters=9"]
+    fast = [*slow, "--lr=2e-3"]
+    of_slow = two_ranks.run(save_after_two, [*slow, f"--save={tmp_path}/slow"])[0].learning_rate
+    of_fast = two_ranks.run(save_after_two, [*fast, f"--save={tmp_path}/fast"])[0].learning_rate
+    assert of_fast == pytest.approx(2 * of_slow, rel=1e-12)
+    for choice, expected in (("override", of_fast), ("use-checkpoint", of_slow)):
+        resumed = [*fast, f"--load={tmp_path}/slow", f"--{choice}-opt-param-scheduler"]
+        for outcome in two_ranks.run(load_and_go_on, resumed):
+            assert outcome.learning_rate == expected
+
+
 def test_a_broken_checkpoint_gives_way_to_the_newest_complete_one(
     two_ranks: World, flags: list[str], tmp_path: Path
 ) -> None:
