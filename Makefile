@@ -9,6 +9,12 @@ VENV ?= .venv
 # torch goes in first and alone: a CPU or a CUDA build, as TORCH and TORCH_INDEX say.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# megatron-core: a release that setup.py allows.
+CORE ?= megatron-core
+# The newest one asks for a newer Python than the oldest does; its tests have an environment of their own.
+PYTHON_NEWEST ?= python3.12
+VENV_NEWEST ?= .venv-newest
+CORE_NEWEST ?= megatron-core==0.19.2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # Two files of tests at a time: ranks wait for each other, and a file's worlds are its own.
@@ -18,16 +24,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 TORCH_STAMP := $(STAMPS)/$(subst =,-,$(TORCH))
+CORE_STAMP := $(STAMPS)/$(subst =,-,$(CORE))
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 RUN := runs/quickstart
 # One thread a rank: ranks share the cores, and sums do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart bench test test-all lint format clean distclean
+.PHONY: help install quickstart bench test test-all test-newest-core lint format clean distclean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMPS)/run ## Make .venv and install what a run needs
 
@@ -62,6 +69,9 @@ test: $(STAMPS)/test lint ## Install what tests need, lint, run the tests (PYTES
 test-all: $(STAMPS)/test lint ## The same with the slow tests
 	$(BIN)/pytest --session-timeout=7200 $(IN_PARALLEL) $(PYTEST_ARGS)
 
+test-newest-core: ## The tests once more, on PYTHON_NEWEST with CORE_NEWEST, in .venv-newest (about 5 GB)
+	$(MAKE) test PYTHON=$(PYTHON_NEWEST) VENV=$(VENV_NEWEST) CORE=$(CORE_NEWEST)
+
 lint: $(STAMPS)/test ## ruff, formatting, types, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -74,10 +84,10 @@ format: $(STAMPS)/test ## Format the sources and fix what ruff can fix
 
 clean: ## Remove caches and builds
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv too; runs/ stays
-	rm -rf $(VENV)
+distclean: clean ## Remove .venv and .venv-newest too; runs/ stays
+	rm -rf $(VENV) $(VENV_NEWEST)
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -89,14 +99,17 @@ $(TORCH_STAMP): $(STAMPS)/venv
 	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
-$(STAMPS)/run: $(TORCH_STAMP) setup.py
-	$(PIP) install --editable '.[plot]'
+$(CORE_STAMP): $(STAMPS)/venv
 	@touch $@
 
-$(STAMPS)/test: $(TORCH_STAMP) setup.py
-	$(PIP) install --editable '.[plot,test,lint]'
+$(STAMPS)/run: $(TORCH_STAMP) $(CORE_STAMP) setup.py
+	$(PIP) install --editable '.[plot]' "$(CORE)"
+	@touch $@
+
+$(STAMPS)/test: $(TORCH_STAMP) $(CORE_STAMP) setup.py
+	$(PIP) install --editable '.[plot,test,lint]' "$(CORE)"
 	@touch $(STAMPS)/run $@
 
-$(STAMPS)/bench: $(TORCH_STAMP) setup.py
-	$(PIP) install --editable '.[plot,bench]'
+$(STAMPS)/bench: $(TORCH_STAMP) $(CORE_STAMP) setup.py
+	$(PIP) install --editable '.[plot,bench]' "$(CORE)"
 	@touch $(STAMPS)/run $@

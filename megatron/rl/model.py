@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,67 +13,19 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.rl.attention import PackedAttention, PackedRows
+from megatron.rl.attention import PackedAttention
 from megatron.rl.config import RunConfig
+from megatron.rl.core_versions import HookedGPTModel
 from megatron.rl.initialize import Grid
 from megatron.rl.norm import SequenceParallelNorm
 from megatron.rl.rotary import Llama3Scaling, Rotary
 from slime_loss import RLHead, ValueHead
 
 
-class RLModel(GPTModel):
-    """GPTModel whose last stage hands hidden states and head weight to an output processor.
-
-    Cores from 0.18 on have this hook; the names are theirs, so an upgrade deletes this override.
-    """
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedRows,
-        output_processor: Callable[..., Any],
-        output_processor_context: Any = None,
-    ) -> Any:
-        """Run this stage's layers.
-
-        Args:
-            input_ids: [b, s] int64 (thd: b = 1 and s = this rank's rows).
-            position_ids: [b, s] int64.
-            attention_mask: None; attention reads `packed_seq_params`.
-            packed_seq_params: which pack row each local row holds.
-            output_processor: called on the last stage with `hidden_states` [s, b, H] (s divided
-                over tp under sequence parallelism), `output_weight` [V/tp, H] and `context`.
-            output_processor_context: handed through.
-
-        Returns:
-            Hidden states [s, b, H] on every stage but the last; there, what the processor returns.
-        """
-        decoder_input, *_ = self._preprocess(
-            input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params
-        )
-        hidden_states = self.decoder(
-            hidden_states=decoder_input,
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
-        if not self.post_process:
-            return hidden_states
-        return output_processor(
-            hidden_states=hidden_states,
-            output_weight=self._head_weight(),
-            context=output_processor_context,
-        )
-
-    def _head_weight(self) -> Tensor:
-        # core's method of that name takes any first stage's embedding, shared or not
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+class RLModel(HookedGPTModel):
+    """The model of a run; its forward is called with an output processor."""
 
 
 class Critic(RLModel):

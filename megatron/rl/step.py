@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron.rl.batching import MicroBatch
@@ -261,8 +261,16 @@ def _counted(micro_batches: Sequence[MicroBatch], bar: tqdm) -> Iterator[MicroBa
 def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head: Any) -> tuple:
     micro_batch = next(iterator)
 
-    def process(*, hidden_states: Tensor, output_weight: Tensor, context: TokenBatch) -> Any:
-        return head(hidden_states.flatten(0, 1), output_weight, context)
+    def process(
+        *,
+        hidden_states: Tensor,
+        output_layer: nn.Module,
+        output_weight: Tensor | None,
+        context: TokenBatch,
+        **_others: Any,  # core's hook hands out all that its output layer and loss could use
+    ) -> Any:
+        weight = output_layer.weight if output_weight is None else output_weight
+        return head(hidden_states.flatten(0, 1), weight, context)
 
     output = chunk(
         micro_batch.input_ids,

@@ -10,6 +10,8 @@ import torch
 from megatron.core.activations import squared_relu
 from torch.nn import functional as F
 
+from megatron.rl.core_versions import settings_of_this_core
+
 Settings = Mapping[str, Mapping[str, Any]]
 """Section of `RunConfig` -> field of its dataclass -> value."""
 
@@ -24,12 +26,14 @@ def core_settings(flags: Mapping[str, Any], device_type: str) -> Settings:
         device_type: "cuda" or "cpu".
     """
     dtype = torch.bfloat16 if flags["bf16"] else torch.float32
+    of_this_core = settings_of_this_core(flags)
     return {
         "transformer": {
             **_loss_and_precision(flags, dtype),
             **_pipeline(flags),
             **_activation(flags),
             **_kernels(flags, device_type),
+            **of_this_core["transformer"],
         },
         "optimizer": {"params_dtype": dtype},
         "ddp": {
@@ -37,6 +41,7 @@ def core_settings(flags: Mapping[str, Any], device_type: str) -> Settings:
             "grad_reduce_in_fp32": flags["grad_reduce_in_fp32"] or flags["bf16"],
             # the step looks at the gradient itself, and skips instead of raising
             "check_for_nan_in_grad": False,
+            **of_this_core["ddp"],
         },
     }
 
@@ -50,8 +55,6 @@ def _loss_and_precision(flags: Mapping[str, Any], dtype: torch.dtype) -> dict[st
         "fp8_param": flags["fp8_param_gather"],
         # there is nothing to cut on a single tensor-parallel rank; Megatron-LM drops it too
         "sequence_parallel": flags["sequence_parallel"] and flags["tensor_model_parallel_size"] > 1,
-        # core's default names a scope that it then calls deprecated
-        "cuda_graph_scope": [],
     }
 
 

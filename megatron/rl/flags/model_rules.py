@@ -165,11 +165,15 @@ LAYOUT = (
     ),
 )
 
+PACK_WISE = frozenset({"sinkhorn", "quantile_balancing"})
+"""Load balancing that gives a token other experts where other tokens share its micro-batch."""
+
 EXPERTS = (
     Rule(
         "moe_router_load_balancing_type",
-        lambda s: "sinkhorn" in _as_list(s.moe_router_load_balancing_type),
-        "must not be sinkhorn: the loss would depend on how samples are packed",
+        lambda s: not PACK_WISE.isdisjoint(_as_list(s.moe_router_load_balancing_type)),
+        "must not be sinkhorn or quantile_balancing: the loss would depend on how samples are "
+        "packed",
         "use none or aux_loss",
     ),
     Rule(

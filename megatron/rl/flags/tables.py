@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from megatron.rl.core_versions import NOT_OFFERED_BY_THIS_CORE
+
 NOT_OFFERED = {
     ("*.fp16", "optimizer.*loss_scale*", "optimizer.hysteresis"): (
         "fp16 needs a dynamic loss scale, which overflows on purpose; use --bf16"
@@ -55,7 +57,7 @@ NOT_OFFERED = {
         "transformer.fp8_dot_product_attention",
         "transformer.fp8_multi_head_attention",
         "transformer.multi_latent_attention",
-        "transformer.experimental_attention_variant",
+        "transformer.experimental_attention_variant*",
         "transformer.dsa_*",
         "transformer.linear_*",
         "transformer.mrope_section",
@@ -93,14 +95,11 @@ NOT_OFFERED = {
         "optimizer.log_num_zeros_in_grad",
     ): "nothing here reads what it records",
     (
-        "transformer.moe_extended_tp",
-        "transformer.async_tensor_model_parallel_allreduce",
         "transformer.moe_router_topk_limited_devices",
         "transformer.moe_router_padding_for_fp8",
         "transformer.moe_enable_deepep",
         "transformer.moe_layer_recompute",
         "transformer.moe_token_dropping",
-        "transformer.moe_use_legacy_grouped_gemm",
         "transformer.fp8_interval",
         "transformer.apply_residual_connection_post_layernorm",
         "optimizer.main_grads_dtype",
@@ -123,7 +122,6 @@ NOT_OFFERED = {
         "ddp.*fsdp*",
         "ddp.*sharding_strategy",
         "ddp.suggested_communication_unit_size",
-        "ddp.preserve_fp32_weights",
         "ddp.keep_fp8_transpose_cache",
         "ddp.gradient_reduce_div_fusion",
     ): "FSDP is not used",
@@ -135,6 +133,7 @@ NOT_OFFERED = {
     ("optimizer.muon_*",): "the optimizer is adam or sgd",
     ("*.barrier_with_L1_time", "*.timers"): "megatron-core's timers are not used",
     ("*.config_logger_dir",): "the resolved configuration is saved with the run",
+    **NOT_OFFERED_BY_THIS_CORE,
 }
 """Fields of megatron-core that are no flags, and why."""
 

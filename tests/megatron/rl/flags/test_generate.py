@@ -75,7 +75,7 @@ def test_every_field_of_core_is_a_flag_or_has_a_reason() -> None:
 
 
 def is_no_value(name: str) -> bool:
-    kinds = "activation finalize_model_grads grad_scale no_sync grad_sync param_sync"
+    kinds = "activation finalize_model_grads grad_scale moe_grad_scale no_sync grad_sync param_sync"
     functions = {f"{kind}_func" for kind in kinds.split()}
     methods = {"init_method", "output_layer_init_method", "embedding_init_method"}
     return name.startswith("_") or name in functions | methods | {"quant_recipe"}

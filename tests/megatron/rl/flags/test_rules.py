@@ -167,6 +167,12 @@ BROKEN = [
         "must not be sinkhorn",
     ),
     (
+        f"{MOE} --moe-router-load-balancing-type quantile_balancing",
+        1,
+        "moe_router_load_balancing_type",
+        "must not be sinkhorn or quantile_balancing",
+    ),
+    (
         "--context-parallel-size 2",
         3,
         "tensor_model_parallel_size",

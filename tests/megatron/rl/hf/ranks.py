@@ -1,6 +1,7 @@
 """What the tests of loading and exporting run on every rank: models, topologies, the oracle."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -79,7 +80,9 @@ def layer_spec(config: TransformerConfig, *, fused: bool) -> ModuleSpec:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         layer.self_attention.submodules.linear_qkv = FusedNormLinear
-        layer.mlp.submodules.linear_fc1 = FusedNormLinear
+        mlp = layer.mlp  # a spec, or from 0.19 on a partial
+        submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        submodules.linear_fc1 = FusedNormLinear
     return spec
 
 
