@@ -108,6 +108,30 @@ class PackedRows(PackedSeqParams):
             sines=sines.to(device),
         )
 
+    def attend(
+        self, attention: PackedAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of the local rows, whose queries and keys are rotated already.
+
+        Args:
+            attention: the layer's.
+            query: [t, heads/tp, d].
+            key: [t, groups/tp, d]; value is alike.
+            value: see key.
+
+        Returns:
+            [t, heads/tp, d]; zero where a row holds no token.
+        """
+        keys_and_values = self.layout.gather(torch.stack([key, value], dim=1), attention.cp_group)
+        pack_keys, pack_values = keys_and_values.unbind(1)
+        if self.runs:
+            attended = attention.attend(
+                query[self.order], pack_keys, pack_values, self.runs, attention.softmax_scale
+            )
+        else:  # a rank that holds padding alone still takes part in the gather's backward
+            attended = query[self.order] + keys_and_values[:0].sum()
+        return torch.zeros_like(query).index_copy(0, self.order, attended)
+
 
 class PackedAttention(torch.nn.Module):
     """Replaces core's `core_attention` through a ModuleSpec; holds no parameter.
@@ -120,7 +144,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,  # noqa: ARG002 -- core passes it
+        layer_number: int,
         attn_mask_type: AttnMaskType,  # noqa: ARG002 -- always causal here
         attention_type: str,  # noqa: ARG002 -- core passes it
         *,
@@ -129,6 +153,7 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
+        self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.cp_group = pg_collection.cp
         self.attend = choose_attention(config.attention_backend)
@@ -153,15 +178,7 @@ class PackedAttention(torch.nn.Module):
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
         query = rotate(query, rows.cosines, rows.sines)
         key = rotate(key, rows.cosines, rows.sines)
-        keys_and_values = rows.layout.gather(torch.stack([key, value], dim=1), self.cp_group)
-        pack_keys, pack_values = keys_and_values.unbind(1)
-        if rows.runs:
-            attended = self.attend(
-                query[rows.order], pack_keys, pack_values, rows.runs, self.softmax_scale
-            )
-        else:  # a rank that holds padding alone still takes part in the gather's backward
-            attended = query[rows.order] + keys_and_values[:0].sum()
-        output = torch.zeros_like(query).index_copy(0, rows.order, attended)
+        output = rows.attend(self, query, key, value)
         return output.reshape(*leading, -1)
 
 
