@@ -52,22 +52,17 @@ def runs_of(layout: SequenceLayout) -> tuple[Tensor, list[Run]]:
     held = layout.token_index >= 0
     order = held.nonzero().squeeze(1)
     order = order[layout.token_index[order].argsort()]
-    pack_rows = layout.token_index[order].tolist()
-    starts = [0]
-    for length in layout.total_lengths:
-        starts.append(starts[-1] + length)
-    runs, sample, first = [], 0, 0
-    for row, pack_row in enumerate(pack_rows):
-        while pack_row >= starts[sample + 1]:
-            sample += 1
-        ends_here = (
-            row + 1 == len(pack_rows)
-            or pack_rows[row + 1] != pack_row + 1
-            or pack_row + 1 == starts[sample + 1]
-        )
-        if ends_here:
-            runs.append(Run(first, row + 1, starts[sample], pack_row + 1))
-            first = row + 1
+    pack_rows = layout.token_index[order]
+    lengths = torch.tensor(layout.total_lengths, dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    sample = torch.bucketize(pack_rows, ends, right=True)
+    begins_run = torch.ones_like(pack_rows, dtype=torch.bool)
+    begins_run[1:] = (pack_rows.diff() != 1) | (sample.diff() != 0)
+    first = begins_run.nonzero().squeeze(1)
+    last = torch.cat([first, first.new_tensor([len(order)])])[1:]
+    keys = (ends - lengths)[sample[first]]
+    bounds = torch.stack([first, last, keys, pack_rows[last - 1] + 1], dim=1)
+    runs = [Run(*of_run) for of_run in bounds.tolist()]
     return order, runs
 
 
