@@ -71,18 +71,26 @@ def parse_config(argv: Sequence[str], world: World) -> RunConfig:
     sys.exit(EXIT_BAD_FLAGS)
 
 
-def resolve(argv: Sequence[str], world_size: int, *, has_driver: bool) -> RunConfig:
+def resolve(
+    argv: Sequence[str],
+    world_size: int,
+    *,
+    has_driver: bool,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
     """The configuration that `argv` describes.
 
     Args:
         argv: the words after the program's name.
         world_size: ranks of the job.
         has_driver: whether this machine has a CUDA driver.
+        overrides: values that win over all others, by flag name.
 
     Raises:
         FlagError: something is wrong, and all of it is named.
     """
     given, violations = _read_all(argv)
+    given |= _overriding(overrides or {})
     values = {name: entry.value for name, entry in given.items()}
     on_machine = machine_violations(_with_defaults(values), has_driver=has_driver)
     return _checked(given, violations, world_size, has_driver=has_driver, on_machine=on_machine)
@@ -101,9 +109,13 @@ def saved_config(file: str, **overrides: Any) -> RunConfig:
         FlagError: something is wrong, and all of it is named.
     """
     given, violations = read_file(file)
-    assert overrides.keys() <= all_flags().keys(), f"no such flags: {overrides}"
-    given |= {name: Given(value, "one process") for name, value in overrides.items()}
+    given |= _overriding(overrides)
     return _checked(given, violations, 1, has_driver=False)
+
+
+def _overriding(overrides: Mapping[str, Any]) -> dict[str, Given]:
+    assert overrides.keys() <= all_flags().keys(), f"no such flags: {overrides}"
+    return {name: Given(value, "this program") for name, value in overrides.items()}
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

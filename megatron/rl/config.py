@@ -270,6 +270,10 @@ class RuntimeConfig:
     distributed_timeout_minutes: float = 10.0
     """Minutes that a collective may wait for another rank."""
 
+    fp64: bool = False
+    """Compute everything in float64, where parallel layouts differ by nothing that rounding could
+    explain; slow, to compare them."""
+
     dry_run: bool = False
     """Check flags and rollout files, print the layout, and stop."""
 

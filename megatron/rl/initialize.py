@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.rl import cpu_backend
 from megatron.rl.config import RunConfig
+from megatron.rl.float64 import float64_throughout
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
     Every collective of every group is bounded by `--distributed-timeout-minutes`. After an error
     the groups are left to the process's end: to destroy them would wait for ranks that are gone.
     """
-    device = _device(config, world)
+    device = device_of(config, world)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if world.launched:
@@ -136,11 +137,13 @@ def process_grid(config: RunConfig, world: World, device: torch.device) -> Itera
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     _seed(config.runtime.seed, groups)
-    yield Grid(world, groups, device)
+    with float64_throughout() if config.runtime.fp64 else nullcontext():
+        yield Grid(world, groups, device)
     parallel_state.destroy_model_parallel()
 
 
-def _device(config: RunConfig, world: World) -> torch.device:
+def device_of(config: RunConfig, world: World) -> torch.device:
+    """Where this rank computes; a CPU is prepared for megatron-core."""
     if config.device_type == "cpu":
         cpu_backend.install(force=config.runtime.device == "cpu")
         return torch.device("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.activations import squared_relu
+from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional as F
 
 from megatron.rl.core_versions import settings_of_this_core
@@ -26,6 +27,8 @@ def core_settings(flags: Mapping[str, Any], device_type: str) -> Settings:
         device_type: "cuda" or "cpu".
     """
     dtype = torch.bfloat16 if flags["bf16"] else torch.float32
+    if flags["fp64"]:
+        dtype = torch.float64
     of_this_core = settings_of_this_core(flags)
     return {
         "transformer": {
@@ -38,7 +41,9 @@ def core_settings(flags: Mapping[str, Any], device_type: str) -> Settings:
         "optimizer": {"params_dtype": dtype},
         "ddp": {
             # 16-bit sums over replicas and micro-batches lose small gradients; Megatron-LM does so
-            "grad_reduce_in_fp32": flags["grad_reduce_in_fp32"] or flags["bf16"],
+            "grad_reduce_in_fp32": (
+                (flags["grad_reduce_in_fp32"] or flags["bf16"]) and not flags["fp64"]
+            ),
             # the step looks at the gradient itself, and skips instead of raising
             "check_for_nan_in_grad": False,
             **of_this_core["ddp"],
@@ -81,8 +86,8 @@ def _activation(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kernels(flags: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """Fused kernels only where they exist: none on a CPU."""
-    on_gpu = device_type == "cuda"
+    """Fused kernels only where they exist: none on a CPU, none for float64."""
+    on_gpu = device_type == "cuda" and not flags["fp64"]
     # core fuses the bias with GELU or SwiGLU, and GELU only where there is a bias
     fusible = flags["swiglu"] or (flags["add_bias_linear"] and not flags["squared_relu"])
     fusible = fusible and not flags["use_te_activation_func"]
@@ -91,7 +96,7 @@ def _kernels(flags: Mapping[str, Any], device_type: str) -> dict[str, Any]:
         "transformer_impl": (
             "transformer_engine" if on_gpu and find_spec("transformer_engine") else "local"
         ),
-        "use_cpu_initialization": flags["use_cpu_initialization"] or not on_gpu,
+        "use_cpu_initialization": flags["use_cpu_initialization"] or device_type == "cpu",
         "bias_dropout_fusion": flags["bias_dropout_fusion"] and on_gpu,
         "bias_activation_fusion": flags["bias_activation_fusion"] and on_gpu and fusible,
         "gradient_accumulation_fusion": (
@@ -101,4 +106,10 @@ def _kernels(flags: Mapping[str, Any], device_type: str) -> dict[str, Any]:
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+        # flash-attn, which auto may take on a GPU, does not know float64
+        **(
+            {"attention_backend": AttnBackend.unfused}
+            if flags["fp64"] and device_type == "cuda"
+            else {}
+        ),
     }

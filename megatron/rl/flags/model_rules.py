@@ -131,6 +131,13 @@ LAYOUT = (
         "leave it out, or use pipeline parallelism",
     ),
     Rule(
+        "pipeline_model_parallel_layout",
+        lambda s: s.layout_stages not in (None, s.pp * s.vpp),
+        "has {layout_stages} stages, and must have --pipeline-model-parallel-size "
+        "{pipeline_model_parallel_size} times the model chunks of a stage, {vpp}",
+        "divide the layers otherwise, or set --num-virtual-stages-per-pipeline-rank",
+    ),
+    Rule(
         "microbatch_group_size_per_vp_stage",
         lambda s: (
             s.microbatch_group_size_per_vp_stage is not None
@@ -150,6 +157,12 @@ LAYOUT = (
         lambda s: s.cp > 1 and s.qkv_format == "bshd",
         "must be 1 with --qkv-format bshd",
         "use --qkv-format thd",
+    ),
+    Rule(
+        "use_distributed_optimizer",
+        lambda s: s.use_distributed_optimizer and s.optimizer != "adam",
+        "needs --optimizer adam: megatron-core divides no other one over ranks",
+        "use --optimizer adam, or leave --use-distributed-optimizer out",
     ),
     Rule(
         "use_precision_aware_optimizer",
@@ -213,6 +226,16 @@ EXPERTS = (
         "must be alltoall or flex: ranks hold different numbers of tokens",
         "use --moe-token-dispatcher-type alltoall",
     ),
+    Rule(
+        "moe_token_dispatcher_type",
+        lambda s: (
+            s.num_moe_experts is not None
+            and s.moe_token_dispatcher_type == "flex"
+            and s.ep * s.etp == 1
+        ),
+        "flex needs experts on several ranks: --expert-model-parallel-size > 1",
+        "use --moe-token-dispatcher-type alltoall",
+    ),
     *(
         Rule(
             name,
@@ -224,6 +247,26 @@ EXPERTS = (
     ),
 )
 
+TRANSFORMER_ENGINE = (
+    "fp8",
+    "fp4",
+    "use_precision_aware_optimizer",
+    "cpu_offloading",
+    "moe_latent_size",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""What only transformer-engine has."""
+BELOW_FP64 = (
+    "bf16",
+    "fp8",
+    "fp4",
+    "use_precision_aware_optimizer",
+    "cpu_offloading",
+    "reduce_scatter_with_fp32_accumulation",
+)
+"""What names a precision of its own, in megatron-core's code or on the wire."""
+
 DEVICE = (
     *(
         Rule(
@@ -232,15 +275,36 @@ DEVICE = (
             "needs a GPU",
             "leave it out, or run on a GPU",
         )
-        for name in (
-            "fp8",
-            "fp4",
-            "moe_grouped_gemm",
-            "use_precision_aware_optimizer",
-            "optimizer_cpu_offload",
-            "cpu_offloading",
-            "nccl_ub",
-        )
+        for name in (*TRANSFORMER_ENGINE, "moe_grouped_gemm", "optimizer_cpu_offload", "nccl_ub")
+    ),
+    Rule(
+        "moe_token_dispatcher_type",
+        lambda s: s.device_type == "cpu" and s.moe_token_dispatcher_type == "flex",
+        "flex needs a GPU",
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    Rule(
+        "add_bias_linear",
+        lambda s: (
+            s.num_moe_experts is not None
+            and s.add_bias_linear
+            and not (s.device_type == "cuda" and s.has_transformer_engine)
+        ),
+        "must be off with --num-experts where transformer-engine is absent: megatron-core adds an "
+        "expert's bias in a way that has no gradient",
+        "add --disable-bias-linear",
+    ),
+    Rule(
+        "fp64",
+        lambda s: s.fp64 and any(s[name] for name in BELOW_FP64),
+        f"excludes {', '.join('--' + name.replace('_', '-') for name in BELOW_FP64)}",
+        "leave one of the two out",
+    ),
+    Rule(
+        "attention_backend",
+        lambda s: s.fp64 and s.attention_backend.name == "flash",
+        "flash excludes --fp64, which flash-attn does not know",
+        "use --attention-backend auto",
     ),
     Rule(
         "attention_backend",
@@ -260,7 +324,7 @@ DEVICE = (
             "needs the package transformer-engine",
             "install it (pip install megatron-slime[gpu]), or leave the flag out",
         )
-        for name in ("fp8", "fp4", "use_precision_aware_optimizer", "cpu_offloading")
+        for name in TRANSFORMER_ENGINE
     ),
     Rule(
         "expert_tensor_parallel_size",

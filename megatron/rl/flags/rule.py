@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -99,6 +101,15 @@ class FlagView:
     def steps_known(self) -> int | None:
         """Steps over which the learning rate decays, where the flags say."""
         return self.lr_decay_iters or self.train_iters
+
+    @property
+    def layout_stages(self) -> int | None:
+        """Stages of --pipeline-model-parallel-layout; None where core will say what is wrong."""
+        layout = self.pipeline_model_parallel_layout
+        try:
+            return layout and PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        except AssertionError:
+            return None
 
     @property
     def even_stages(self) -> bool:

@@ -31,7 +31,7 @@ NOT_OFFERED = {
         "transformer.pipeline_dtype",
         "transformer.autocast_dtype",
         "transformer.enable_autocast",
-    ): "it follows from --bf16",
+    ): "it follows from --bf16 and --fp64",
     ("transformer.variable_seq_lengths", "transformer.*p2p*"): (
         "it follows from the pipeline parallel sizes"
     ),

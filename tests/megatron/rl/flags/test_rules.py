@@ -204,6 +204,12 @@ BROKEN = [
         "needs --pipeline-model-parallel-size > 1",
     ),
     (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL",
+        2,
+        "pipeline_model_parallel_layout",
+        "has 4 stages, and must have --pipeline-model-parallel-size 2 times",
+    ),
+    (
         "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 1",
         2,
         "microbatch_group_size_per_vp_stage",
@@ -211,6 +217,7 @@ BROKEN = [
     ),
     ("--allgather-cp --qkv-format bshd", 1, "allgather_cp", "needs --qkv-format thd"),
     ("--context-parallel-size 2 --qkv-format bshd", 2, "context_parallel_size", "must be 1 with"),
+    ("--use-distributed-optimizer --optimizer sgd", 1, "use_distributed_optimizer", "needs --opt"),
     (
         "--use-precision-aware-optimizer",
         1,
@@ -239,6 +246,16 @@ BROKEN = [
         "moe_token_dispatcher_type",
         "must be alltoall or flex",
     ),
+    (
+        f"{MOE} --moe-token-dispatcher-type flex",
+        1,
+        "moe_token_dispatcher_type",
+        "flex needs experts on several ranks",
+    ),
+    (f"{MOE} --moe-token-dispatcher-type flex", 1, "moe_token_dispatcher_type", "needs a GPU"),
+    (f"{MOE} --add-bias-linear", 1, "add_bias_linear", "must be off with --num-experts"),
+    ("--fp64 --bf16", 1, "fp64", "excludes --bf16"),
+    ("--fp64 --attention-backend flash", 1, "attention_backend", "flash excludes --fp64"),
     ("--moe-aux-loss-coeff 0.01", 1, "moe_aux_loss_coeff", "must be 0"),
     ("--moe-z-loss-coeff 0.001", 1, "moe_z_loss_coeff", "must be 0"),
     *(
@@ -251,6 +268,9 @@ BROKEN = [
             ("--optimizer-cpu-offload", "optimizer_cpu_offload"),
             ("--cpu-offloading", "cpu_offloading"),
             ("--nccl-ub", "nccl_ub"),
+            ("--moe-latent-size 8", "moe_latent_size"),
+            ("--moe-permute-fusion", "moe_permute_fusion"),
+            ("--moe-router-fusion", "moe_router_fusion"),
         )
     ),
     ("--attention-backend flash", 1, "attention_backend", "flash needs a GPU"),
@@ -266,6 +286,9 @@ BROKEN = [
             ("--fp8-format hybrid", "fp8"),
             ("--fp4-format e2m1", "fp4"),
             ("--use-precision-aware-optimizer", "use_precision_aware_optimizer"),
+            ("--moe-latent-size 8", "moe_latent_size"),
+            ("--moe-permute-fusion", "moe_permute_fusion"),
+            ("--moe-router-fusion", "moe_router_fusion"),
             ("--cpu-offloading", "cpu_offloading"),
         )
     ),
