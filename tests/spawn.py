@@ -1,6 +1,7 @@
 """Real ranks for tests: processes that form one gloo group and run what the test sends them.
 
-The first world imports torch once, in a server process; further worlds fork from it in a second.
+The first world imports torch and the trainer once, in a server process; ranks fork from it in a
+second.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ import torch
 from torch import distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron.rl.build"])
 
 
 class RankError(Exception):
