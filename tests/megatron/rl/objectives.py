@@ -40,3 +40,15 @@ def halved(
 ) -> tuple[Tensor, Tensor]:
     """Weights of one half, for the tokens that the trainer finds likelier than the engine."""
     return torch.full_like(train, 0.5), train > rollout
+
+
+def mean_of_own_tokens(
+    log_probs: Tensor, _: Tensor | None, batch: TokenBatch, *__: object, **___: object
+) -> Tensor:
+    """What must not be done: a loss that depends on what else a micro-batch holds."""
+    return -batch.advantages * log_probs / batch.loss_mask.sum()
+
+
+def failing(*_: object, **__: object) -> Tensor:
+    """A mistake of the user's."""
+    raise ZeroDivisionError("the mistake of this loss")

@@ -1,208 +1,176 @@
-"""The first step is the same number on every layout: loss, gradient norm, every metric."""
+"""The first step is the same on every layout: loss, metrics, gradient norm, every gradient."""
 
+import math
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from megatron.rl.model import unwrap
+from megatron.rl import build, norm, parity
+from megatron.rl.batching import MicroBatch
+from megatron.rl.parity import Difference, RankStep, Step, assemble, compare
+from tests.megatron.rl.matrix import (
+    MATRIX,
+    OBJECTIVES,
+    QUICK,
+    Layout,
+    Measure,
+    layouts,
+    step_of_rank,
+)
 from tests.megatron.rl.running import running
-from tests.megatron.rl.tiny import (
-    RUN_FLAGS,
-    rollout_rows,
-    with_every_field,
-    write_llama,
-    write_qwen3,
-    write_rollouts,
+
+TOLERANCE = 1e-10
+"""In float64, of every number: what another order of summation explains a hundred times over."""
+SHORT = [layout for layout in OBJECTIVES if layout.words in ("cp2 allgather mb3", "dp2 mb3")]
+LONG = [layout for layout in MATRIX if layout not in QUICK and layout not in SHORT]
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measure]:
+    with Measure(tmp_path_factory.mktemp("rollouts")) as measure:
+        yield measure
+
+
+def assert_same(measure: Measure, layout: Layout) -> None:
+    reference = measure.reference(layout.run)
+    assert reference.scalars["grad_norm"] > 0.01
+    assert all(gradient.dtype == torch.float64 for gradient in reference.gradients.values())
+    differences = compare(reference, measure.step(layout))
+    assert not [d for d in differences if not d.worst <= TOLERANCE]
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *SHORT], ids=str)
+def test_a_layout_changes_nothing(measure: Measure, layout: Layout) -> None:
+    assert_same(measure, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LONG, ids=str)
+def test_a_large_layout_changes_nothing(measure: Measure, layout: Layout) -> None:
+    assert_same(measure, layout)
+
+
+def errors_of(step: Step, exact: Step) -> tuple[float, float]:
+    """The norm of the error relative to that of the gradient: of all together, and of the worst."""
+    errors = {name: step.gradients[name].double() - g for name, g in exact.gradients.items()}
+    norms = {name: float(gradient.norm()) for name, gradient in exact.gradients.items()}
+    all_errors = math.hypot(*(float(error.norm()) for error in errors.values()))
+    worst = max(float(error.norm()) / norms[name] for name, error in errors.items())
+    return all_errors / math.hypot(*norms.values()), worst
+
+
+LOW_PRECISION = layouts(
+    "tied", "tp2 sp mb4", "cp2 mb3", "pp2 vpp2 mb4", "dp2 distopt mb3", "dp2 overlap mb3"
 )
-from tests.spawn import World
-
-POLICY = ["--use-rollout-logprobs", "--entropy-coef=0.01", "--rollout-batch-size=4"]
-ONE_RANK = {
-    "by count": ["--micro-batch-size=2"],
-    "all at once": ["--micro-batch-size=16"],
-    "by tokens": ["--use-dynamic-batch-size", "--max-tokens-per-gpu=64"],
-    "bshd": ["--qkv-format=bshd", "--micro-batch-size=3"],
-}
-TWO_RANKS = {
-    "cp2 all-gather": ["--context-parallel-size=2", "--allgather-cp", "--micro-batch-size=3"],
-    "cp2 zigzag": ["--context-parallel-size=2", "--micro-batch-size=3"],
-    "cp2 dynamic": [
-        "--context-parallel-size=2",
-        "--allgather-cp",
-        "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu=40",
-    ],
-    "tp2": ["--tensor-model-parallel-size=2", "--micro-batch-size=4"],
-    "tp2 sp": ["--tensor-model-parallel-size=2", "--sequence-parallel", "--micro-batch-size=4"],
-    "tp2 sp bshd": [
-        "--tensor-model-parallel-size=2",
-        "--sequence-parallel",
-        "--qkv-format=bshd",
-        "--micro-batch-size=3",
-    ],
-    "pp2": ["--pipeline-model-parallel-size=2", "--micro-batch-size=4"],
-    "pp2 interleaved": [
-        "--pipeline-model-parallel-size=2",
-        "--num-virtual-stages-per-pipeline-rank=2",
-        "--micro-batch-size=4",
-    ],
-    "pp2 recomputed": [
-        "--pipeline-model-parallel-size=2",
-        "--recompute-granularity=full",
-        "--recompute-method=uniform",
-        "--recompute-num-layers=1",
-        "--micro-batch-size=4",
-    ],
-    "dp2": ["--micro-batch-size=3"],
-    "dp2 distributed optimizer": ["--use-distributed-optimizer", "--micro-batch-size=3"],
-    "dp2 overlap": ["--overlap-grad-reduce", "--micro-batch-size=3"],
-}
-
-REWARDED = ["--kl-coef=0.1", "--gamma=0.95", "--kl-loss-type=k2"]
-VARIANTS = {
-    "gspo": ["--advantage-estimator=gspo", "--use-rollout-logprobs"],
-    "opsm": ["--use-opsm", "--opsm-delta=0.1", "--use-rollout-logprobs"],
-    "sequence tis": ["--use-tis", "--tis-level=sequence", "--tis-clip=1e6"],
-    "returns with kl": ["--advantage-estimator=reinforce_plus_plus", *REWARDED],
-    "gae": ["--advantage-estimator=ppo", "--lambd=0.9", *REWARDED],
-    "normalized": ["--normalize-advantages", "--use-rollout-logprobs"],
-    "rollout mean": ["--loss-aggregation=rollout_mean", "--use-rollout-logprobs"],
-}
-VARIANT_LAYOUTS = ("cp2 all-gather", "cp2 zigzag", "dp2", "pp2")
 
 
-def first_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
-    """Loss, metrics and gradient norm of the first step on this layout."""
-    with running(rank, world_size, argv) as run:
-        result = run.trainee.step(run.micro_batches())
-    assert result.updated
-    return {**result.metrics, "grad_norm": result.grad_norm}
-
-
-def critic_step(rank: int, world_size: int, argv: list[str]) -> dict[str, float]:
-    """The same of a critic whose head is not zero, which would teach the layers nothing."""
-    with running(rank, world_size, argv) as run:
-        if run.trainee.grid.is_last_stage:
-            weight = unwrap(run.trainee.chunks[-1]).output_layer.weight
-            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
-        result = run.trainee.step(run.micro_batches())
-    assert result.updated
-    return {**result.metrics, "grad_norm": result.grad_norm}
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    with World(1, timeout_s=120) as one, World(2, timeout_s=120) as two:
-        yield {1: one, 2: two}
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def flags(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp(request.param)
-    write = {"llama": write_llama, "qwen3": write_qwen3}[request.param]
-    return [
-        *RUN_FLAGS,
-        *POLICY,
-        f"--hf-checkpoint={write(folder / 'hf')}",
-        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl')}",
-    ]
-
-
-@pytest.fixture(scope="module")
-def varied(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A run whose rows have every field, and whose engine is not far from the policy."""
-    folder = tmp_path_factory.mktemp("varied")
-    model = write_llama(folder / "hf")
-    rows = with_every_field(near(rollout_rows(), model))
-    return [
-        *RUN_FLAGS,
-        "--entropy-coef=0.01",
-        "--rollout-batch-size=4",
-        f"--hf-checkpoint={model}",
-        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl', rows)}",
-    ]
-
-
-def near(rows: list[dict], directory: Path) -> list[dict]:
-    """The rows with log-probs that are the model's own, and some noise."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    noise = torch.Generator().manual_seed(2)
-    found = []
-    for row in rows:
-        tokens, length = torch.tensor(row["tokens"]), row["response_length"]
-        with torch.no_grad():
-            log_probs = model(tokens[None]).logits[0].log_softmax(-1)
-        own = log_probs[:-1].gather(1, tokens[1:, None]).squeeze(1)[-length:]
-        moved = own + 0.2 * torch.randn(length, generator=noise)
-        found.append(row | {"rollout_log_probs": moved.clamp(max=0).tolist()})
-    return found
-
-
-@pytest.fixture(scope="module")
-def reference(worlds: dict[int, World], flags: list[str]) -> dict[str, float]:
-    [result] = worlds[1].run(first_step, 1, [*flags, "--micro-batch-size=1"])
-    assert result["grad_norm"] > 0.01
-    return result
-
-
-def assert_same(got: dict[str, float], expected: dict[str, float], name: str) -> None:
-    assert got.keys() == expected.keys()
-    for metric, value in expected.items():
-        assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name}: {metric}"
-
-
-@pytest.mark.parametrize("name", ONE_RANK)
-def test_packing_changes_nothing(
-    worlds: dict[int, World], flags: list[str], reference: dict[str, float], name: str
+@pytest.mark.parametrize("layout", LOW_PRECISION, ids=str)
+def test_bf16_rounds_no_more_on_a_layout_than_on_one_process(
+    measure: Measure, layout: Layout
 ) -> None:
-    [result] = worlds[1].run(first_step, 1, [*flags, *ONE_RANK[name]])
-    assert_same(result, reference, name)
+    exact = measure.reference(layout.run)
+    one, many = measure.reference(layout.run, "bf16"), measure.step(layout, "bf16")
+    assert {gradient.dtype for gradient in many.gradients.values()} == {torch.float32}
+    for got, bound in zip(errors_of(many, exact), errors_of(one, exact), strict=True):
+        assert got <= 2 * bound
+    assert many.scalars["loss"] == pytest.approx(exact.scalars["loss"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_layout_changes_nothing(
-    worlds: dict[int, World], flags: list[str], reference: dict[str, float], name: str
-) -> None:
-    for result in worlds[2].run(first_step, 2, [*flags, *TWO_RANKS[name]]):
-        assert_same(result, reference, name)
+def step_of_wrong_rank(rank: int, num_ranks: int, argv: list[str], mistake: str) -> RankStep:
+    """A step by ranks that make a mistake which a run on one rank would not show."""
+    with ExitStack() as stack:
+        stack.enter_context(MISTAKES[mistake]())
+        return step_of_rank(rank, num_ranks, argv)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_layout_changes_no_variant(worlds: dict[int, World], varied: list[str], name: str) -> None:
-    argv = [*varied, *VARIANTS[name]]
-    [expected] = worlds[1].run(first_step, 1, [*argv, "--micro-batch-size=1"])
-    assert expected["grad_norm"] > 0.01
-    for layout in VARIANT_LAYOUTS:
-        for result in worlds[2].run(first_step, 2, [*argv, *TWO_RANKS[layout]]):
-            assert_same(result, expected, f"{name}, {layout}")
+def averaged_over_ranks() -> Any:
+    """Gradients divided by the number of replicas."""
+
+    def finalize(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        right(model, *args, **kwargs)
+        for chunk in model:
+            chunk.scale_gradients(1 / 2)
+
+    right = build.finalize_sum
+    return patch.object(build, "finalize_sum", finalize)
 
 
-CRITIC = ["--loss-type=value_loss", "--advantage-estimator=ppo", "--lambd=0.9", "--gamma=0.95"]
+def divided_by_own_tokens() -> Any:
+    """A mean over the tokens that a micro-batch happens to hold."""
+
+    def local_mean(*args: Any) -> MicroBatch:
+        made = right(*args)
+        count = made.batch.loss_mask.sum().clamp_min(1)
+        weight = torch.where(made.batch.loss_mask, 1.0 / count, 0.0)
+        return replace(made, batch=replace(made.batch, loss_weight=weight))
+
+    right = parity.micro_batch_of
+    return patch.object(parity, "micro_batch_of", local_mean)
 
 
-@pytest.fixture(scope="module")
-def critic(worlds: dict[int, World], flags: list[str]) -> dict[str, float]:
-    [result] = worlds[1].run(critic_step, 1, [*of_critic(flags), "--micro-batch-size=1"])
-    assert result["value_loss"] == result["loss"]
-    assert result["grad_norm"] > 0.01
-    return result
+def norms_not_reduced() -> Any:
+    """Under sequence parallelism each rank keeps the gradients of its own rows."""
+    return patch.object(norm, "_mark", lambda *_: None)
 
 
-def of_critic(flags: list[str]) -> list[str]:
-    return [flag for flag in flags if flag not in POLICY[:2]] + CRITIC
+MISTAKES = {
+    function.__name__: function
+    for function in (averaged_over_ranks, divided_by_own_tokens, norms_not_reduced)
+}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TWO_RANKS if name not in ("cp2 dynamic", "pp2 recomputed")]
-)
-def test_a_critic_is_the_same_on_every_layout(
-    worlds: dict[int, World], flags: list[str], critic: dict[str, float], name: str
-) -> None:
-    for result in worlds[2].run(critic_step, 2, [*of_critic(flags), *TWO_RANKS[name]]):
-        assert_same(result, critic, name)
+def wrong(measure: Measure, mistake: str, words: str) -> list[Difference]:
+    """What a step with a mistake differs in, beyond the tolerance."""
+    layout = Layout("tied", words)
+    reference = measure.reference("tied")
+    argv = [*measure.argv(layout), "--fp64"]
+    ranks = measure.world(2).run(step_of_wrong_rank, 2, argv, mistake)
+    differences = compare(reference, assemble(ranks))
+    return [difference for difference in differences if not difference.worst <= TOLERANCE]
+
+
+def test_averaged_gradients_are_found(measure: Measure) -> None:
+    found = wrong(measure, "averaged_over_ranks", "dp2 mb3")
+    gradients = [difference for difference in found if difference.kind == "gradient"]
+    assert all(difference.relative == pytest.approx(0.5) for difference in gradients)
+    assert len(gradients) == len(measure.reference("tied").gradients)
+    assert [d.name for d in found if d.kind == "scalar"] == ["grad_norm"]
+
+
+def test_a_mean_over_own_tokens_is_found(measure: Measure) -> None:
+    found = wrong(measure, "divided_by_own_tokens", "dp2 mb3")
+    assert {"loss", "pg_loss", "grad_norm"} <= {difference.name for difference in found}
+    assert len(found) > len(measure.reference("tied").gradients)
+
+
+def test_copies_that_were_not_reduced_are_found(measure: Measure) -> None:
+    found = wrong(measure, "norms_not_reduced", "tp2 sp mb4")
+    assert {d.name.split("[")[0].split(".")[-1] for d in found if d.kind == "gradient"} == {
+        "layer_norm_weight",
+        "weight",
+    }
+    assert all("norm" in difference.name for difference in found)
+    assert all(difference.spread > 1e-3 for difference in found if difference.kind == "gradient")
+
+
+def test_only_steps_on_the_same_samples_are_compared(measure: Measure) -> None:
+    step = measure.reference("tied")
+    with pytest.raises(ValueError, match="must train the same samples"):
+        compare(step, replace(step, samples=step.samples + 1))
+
+
+def test_what_one_step_lacks_is_the_largest_difference(measure: Measure) -> None:
+    step = measure.reference("tied")
+    name = next(iter(step.gradients))
+    rest = {key: gradient for key, gradient in step.gradients.items() if key != name}
+    first, *others = compare(step, replace(step, gradients=rest))
+    assert (first.name, first.relative, first.second) == (name, math.inf, None)
+    assert all(difference.worst == 0 for difference in others)
 
 
 def gradients(
@@ -219,16 +187,16 @@ def gradients(
         }
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2 overlap", "dp2 distributed optimizer", "pp2", "tp2"])
-def test_the_head_adds_to_main_grad_what_autograd_would(
-    worlds: dict[int, World], flags: list[str], name: str
-) -> None:
-    argv = [*flags, *TWO_RANKS[name]]
-    found, expected = (worlds[2].run(gradients, 2, argv, into) for into in (True, False))
+@pytest.mark.parametrize(
+    "words", ["dp2 mb3", "dp2 overlap mb3", "dp2 distopt mb3", "pp2 mb4", "tp2 mb4"]
+)
+def test_the_head_adds_to_main_grad_what_autograd_would(measure: Measure, words: str) -> None:
+    argv = [*measure.argv(Layout("tied", words)), "--fp64"]
+    found, expected = (measure.world(2).run(gradients, 2, argv, into) for into in (True, False))
     for got, wanted in zip(found, expected, strict=True):
         assert got.keys() == wanted.keys()
         for parameter, gradient in wanted.items():
             largest = float(gradient.abs().max())
             torch.testing.assert_close(
-                got[parameter], gradient, rtol=0, atol=1e-6 * largest, msg=parameter
+                got[parameter], gradient, rtol=0, atol=1e-13 * largest, msg=parameter
             )
