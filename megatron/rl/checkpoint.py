@@ -1,35 +1,27 @@
 """Checkpoints through megatron-core's distributed checkpointing: what is saved, loaded, compared.
 
-A directory is written under another name and renamed when all ranks are done, so `iter_*` is
-always complete.
+How it is written is checkpoint_write's; which one is loaded, checkpoint_files'.
 """
 
 from __future__ import annotations
 
-import queue
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron.rl.checkpoint_files import (
-    CONFIG,
-    CheckpointError,
-    newest_checkpoint,
-    read_tracker,
-    write_tracker,
-)
+from megatron.rl.checkpoint_files import CheckpointError, usable_checkpoints
+from megatron.rl.checkpoint_keep import Keep
 from megatron.rl.checkpoint_model import (
     architecture_of,
     check_architecture,
+    contents_complaint,
     fill,
     load_common,
     load_strictly,
@@ -37,6 +29,7 @@ from megatron.rl.checkpoint_model import (
     sharded,
 )
 from megatron.rl.checkpoint_schedule import settle_rates
+from megatron.rl.checkpoint_write import Saver
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_warning
@@ -96,16 +89,26 @@ class Checkpointer:
     scheduler: OptimizerParamScheduler
     data: Mapping[str, Any]
 
-    def save(self, progress: Progress, old_outputs: Mapping[int, Tensor]) -> Path:
-        """Write a checkpoint, point the tracker at it, delete the one that need not stay."""
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes this run's checkpoints; asked for by runs that have --save."""
         flags = self.config.checkpoint
-        root = Path(flags.save)
-        final = root / f"iter_{progress.step:07d}"
-        partial = root / f"{final.name}.partial"
-        if self.grid.is_writer:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
+        assert flags.save is not None
+        return Saver(
+            Path(flags.save),
+            self.grid,
+            self.config.to_yaml(),
+            Keep(flags.save_retain_interval, flags.save_keep_last),
+            in_background=flags.async_save,
+        )
+
+    def save(self, progress: Progress, old_outputs: Mapping[int, Tensor]) -> None:
+        """Write a checkpoint; with --async-save, go on while its files are written.
+
+        Raises:
+            CheckpointError: it, or the former one, cannot be written.
+        """
+        flags = self.config.checkpoint
         optimizer_format = self._optimizer_format()
         state = self._model_and_optimizer(None if flags.no_save_optim else optimizer_format)
         if not flags.no_save_rng:
@@ -118,20 +121,7 @@ class Checkpointer:
         state["topology"] = self._topology()
         state["data"] = dict(self.data)
         state["old_outputs"] = self._everyones(old_outputs)
-        # core's queue is served by a process of its own, for writers that outlive the save; it
-        # would outlive a killed rank as well, and hold the job's output open
-        filesystem_async._results_queue = queue.Queue()
-        dist_checkpointing.save(state, str(partial))
-        dist.barrier()
-        if self.grid.is_writer:
-            (partial / CONFIG).write_text(self.config.to_yaml())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            previous = read_tracker(root)
-            write_tracker(root, progress.step)
-            self._retire(root, previous, progress.step)
-        dist.barrier()
-        return final
+        self.saver.save(progress.step, state)
 
     def load(self) -> Restored | None:
         """Load the newest complete checkpoint of `--load`; None where there is none.
@@ -239,6 +229,12 @@ class Checkpointer:
                 f"this run {here}; fix: load it with the same layout and save it without "
                 "--overlap-grad-reduce, or --no-load-optim"
             )
+        if saved.get("ep") != here["ep"]:
+            raise CheckpointError(
+                f"{directory} has an optimizer state of other groups of experts: checkpoint "
+                f"{saved}, this run {here}; fix: the same --expert-model-parallel-size, or "
+                "--no-load-optim"
+            )
         return common["optimizer_format"]
 
     def _rng_fits(self, common: Mapping[str, Any]) -> bool:
@@ -277,6 +273,7 @@ class Checkpointer:
             "pp": layout.pipeline_parallel,
             "cp": layout.context_parallel,
             "dp": layout.data_parallel,
+            "ep": layout.expert_parallel,
         }
 
     def _rng_state(self) -> ShardedObject:
@@ -291,19 +288,25 @@ class Checkpointer:
         return {position: part[position] for part in parts for position in sorted(part)}
 
     def _newest(self) -> Path | None:
-        """Rank 0's answer, so that all ranks load the same."""
-        found: list[Path | CheckpointError | None] = [None]
+        """Rank 0's choice, so that all ranks load the same, if every byte of it is as written."""
+        found: list[Any] = [None]
         if self.grid.is_writer:
             try:
-                found[0] = newest_checkpoint(Path(self.config.checkpoint.load))
+                found[0] = usable_checkpoints(Path(self.config.checkpoint.load))
             except CheckpointError as error:
                 found[0] = error
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], CheckpointError):
             raise found[0]
-        return found[0]
-
-    def _retire(self, root: Path, previous: int | None, step: int) -> None:
-        keep = self.config.checkpoint.save_retain_interval
-        if keep and previous is not None and previous != step and previous % keep:
-            shutil.rmtree(root / f"iter_{previous:07d}", ignore_errors=True)
+        complaints = []
+        for directory in found[0]:
+            if (complaint := contents_complaint(directory)) is None:
+                return directory
+            log_warning(f"{complaint}; not loading it")
+            complaints.append(complaint)
+        if complaints:
+            raise CheckpointError(
+                f"{'; '.join(complaints)}; {self.config.checkpoint.load} holds no other complete "
+                "checkpoint; fix: bring one back, or start anew in another directory"
+            )
+        return None

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.rl.checkpoint_files import CheckpointError
+from megatron.rl.checkpoint_manifest import garbled
+from megatron.rl.checkpoint_pickles import cause, check_metadata, plain_values_only
 from megatron.rl.config import RunConfig
 from megatron.rl.model import RLModel
 
@@ -39,6 +42,19 @@ ARCHITECTURE = (
     "rope_scaling_factor",
 )
 """Fields of the model that its weights belong to; shapes show few of them."""
+COMMON = frozenset(
+    {
+        "architecture",
+        "contents",
+        "data",
+        "old_outputs",
+        "optimizer_format",
+        "optimizer_kind",
+        "progress",
+        "topology",
+    }
+)
+"""What every checkpoint says of itself."""
 IS_CRITIC = "is_critic"
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -57,6 +73,8 @@ def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint:
         CheckpointError: the architecture differs, or a tensor does not fit.
     """
     # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
+    if (complaint := contents_complaint(checkpoint)) is not None:
+        raise CheckpointError(complaint)
     common = load_common(checkpoint)
     architecture = architecture_of(config)
     adds_value_head = architecture[IS_CRITIC] and not common["architecture"].get(IS_CRITIC)
@@ -88,14 +106,35 @@ def fill(chunks: Sequence[RLModel], state: Mapping[str, Any]) -> None:
 def load_strictly(state: dict[str, Any], directory: Path, *, whole: bool) -> dict[str, Any]:
     """Read what `state` asks for: all of it must be there, and with `whole` nothing more."""
     strict = StrictHandling.RAISE_ALL if whole else StrictHandling.RAISE_UNEXPECTED
-    with _named(directory):
+    with _named(directory), plain_values_only():
         return dist_checkpointing.load(state, str(directory), strict=strict)
 
 
 def load_common(directory: Path) -> dict[str, Any]:
-    """What is the same for all ranks: progress, architecture, topology, data."""
-    with _named(directory):
-        return dist_checkpointing.load_common_state_dict(str(directory))
+    """What is the same for all ranks: progress, architecture, topology, data.
+
+    Raises:
+        CheckpointError: it cannot be read, would run code, or another program has written it.
+    """
+    check_metadata(directory)
+    with _named(directory), plain_values_only():
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+    missing = sorted(COMMON.difference(common if isinstance(common, dict) else ()))
+    if missing:
+        raise CheckpointError(
+            f"{directory} must be a checkpoint of this trainer: it has no {', '.join(missing)}"
+        )
+    return common
+
+
+def contents_complaint(directory: Path) -> str | None:
+    """What in a checkpoint's files is not as it was written; the same answer on all ranks.
+
+    Ranks share the files out among themselves and read each once.
+    """
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, garbled(directory, dist.get_rank(), dist.get_world_size()))
+    return next((f"{directory} is broken: {complaint}" for complaint in found if complaint), None)
 
 
 @contextmanager
@@ -104,7 +143,9 @@ def _named(directory: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{directory} cannot be loaded into this run: {error}") from error
+        raise CheckpointError(
+            f"{directory} cannot be loaded into this run: {cause(error)}"
+        ) from error
 
 
 def architecture_of(config: RunConfig) -> dict[str, Any]:

@@ -211,6 +211,12 @@ class CheckpointConfig:
     save_retain_interval: int | None = None
     """Keep only checkpoints whose step is a multiple of this, and the newest."""
 
+    save_keep_last: int | None = None
+    """Keep only this many of the newest checkpoints, beside what --save-retain-interval keeps."""
+
+    async_save: bool = False
+    """Go on training while the files of a checkpoint are written."""
+
     load: str | None = None
     """Directory to continue from."""
 

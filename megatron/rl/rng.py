@@ -12,10 +12,11 @@ from megatron.core import tensor_parallel
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process."""
+    """The state of every generator of this process: tensors and plain values."""
+    name, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
@@ -27,7 +28,8 @@ def rng_state() -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Put every generator of this process back."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -75,6 +75,7 @@ class Trainer:
                 stop = self._train_rollout()
             if self.saved_step != self.progress.step:
                 self._save()
+            self._wait_for_save()
         if stop:
             log_info(f"stopped after step {self.progress.step}: {stop.name}")
         return EXIT_SIGNAL if stop >= Stop.SIGUSR1 else EXIT_OK
@@ -202,6 +203,9 @@ class Trainer:
             self.old_outputs, self.computed = {}, Computed()
 
     def _save_if_due(self) -> None:
+        if self.config.checkpoint.async_save:
+            with phase("saving", self.saved_step, self.grid):
+                self.checkpointer.saver.poll()
         interval = self.config.checkpoint.save_interval
         if interval and self.progress.step % interval == 0:
             self._save()
@@ -210,6 +214,11 @@ class Trainer:
         if self.config.checkpoint.save is None:
             return
         with phase("saving", self.progress.step, self.grid):
-            path = self.checkpointer.save(self.progress, self.old_outputs)
+            self.checkpointer.save(self.progress, self.old_outputs)
         self.saved_step = self.progress.step
-        log_info(f"saved {path}")
+
+    def _wait_for_save(self) -> None:
+        if self.config.checkpoint.save is None:
+            return
+        with phase("saving", self.saved_step, self.grid):
+            self.checkpointer.saver.finish()

@@ -36,8 +36,9 @@ RANGES = {
             global_batch_size micro_batch_size max_tokens_per_gpu vocab_size rotary_base
             make_vocab_size_divisible_by max_position_embeddings rope_scaling_factor
             rope_low_freq_factor rope_original_max_position_embeddings lr decoupled_lr adam_eps
-            lr_decay_iters lr_wsd_decay_iters save_interval save_retain_interval exit_interval
-            exit_duration_in_mins log_interval distributed_timeout_minutes num_layers hidden_size
+            lr_decay_iters lr_wsd_decay_iters save_interval save_retain_interval save_keep_last
+            exit_interval exit_duration_in_mins log_interval distributed_timeout_minutes
+            num_layers hidden_size
             num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon
             init_method_std embedding_init_method_std tensor_model_parallel_size
             pipeline_model_parallel_size context_parallel_size expert_model_parallel_size

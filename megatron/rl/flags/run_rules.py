@@ -179,8 +179,9 @@ CHECKPOINT = (
             "needs --save",
             "add --save DIR",
         )
-        for name in ("save_interval", "save_retain_interval")
+        for name in ("save_interval", "save_retain_interval", "save_keep_last")
     ),
+    Rule("async_save", lambda s: s.async_save and s.save is None, "needs --save", "add --save DIR"),
     Rule(
         "save_retain_interval",
         lambda s: (

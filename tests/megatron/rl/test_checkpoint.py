@@ -1,13 +1,10 @@
 """What is saved is what is loaded: bit for bit on the same ranks, to rounding on others."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from megatron.core import parallel_state
-from torch import Tensor
 
 from megatron.rl.build import restore
 from megatron.rl.checkpoint import Progress
@@ -17,35 +14,33 @@ from megatron.rl.checkpoint_files import (
     find_checkpoint,
     read_tracker,
 )
-from megatron.rl.rollout import Computed
-from tests.megatron.rl.running import Running, running
+from tests.megatron.rl.checkpoints import (
+    LAYOUTS,
+    Outcome,
+    load_and_go_on,
+    run_flags,
+    save_after_two,
+    save_steps,
+    third_step,
+    with_everyones_old,
+)
+from tests.megatron.rl.running import running
 from tests.megatron.rl.tiny import (
     MODEL_FLAGS,
     RUN_FLAGS,
     rollout_rows,
     with_every_field,
     write_llama,
-    write_qwen3,
     write_rollouts,
 )
 from tests.spawn import World
 
-LAYOUTS = {
-    "tp2 sp": ["--tensor-model-parallel-size=2", "--sequence-parallel"],
-    "pp2": ["--pipeline-model-parallel-size=2"],
-    "cp2": ["--context-parallel-size=2", "--allgather-cp"],
-    "dp2": [],
-    "dp2 distributed optimizer": ["--use-distributed-optimizer"],
-    "dp2 overlapped": [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--ddp-bucket-size=4000",
-    ],
-    "tp2 distributed optimizer": [
-        "--use-distributed-optimizer",
-        "--tensor-model-parallel-size=2",
-    ],
-}
+EXPERTS = [
+    "--num-experts=4",
+    "--moe-token-dispatcher-type=alltoall",
+    "--moe-router-topk=2",
+    "--moe-ffn-hidden-size=32",
+]
 CHANGES = [
     ("tp2 sp", "pp2"),
     ("pp2", "dp2"),
@@ -55,63 +50,10 @@ CHANGES = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The third step of a run, and the state of this rank's generators before it."""
-
-    metrics: dict[str, float]
-    learning_rate: float
-    draw: float
-    progress: Progress
-    old: dict[int, list[float]]
-    advantages: dict[int, list[float]]
-
-
-def third_step(run: Running, progress: Progress, computed: Computed) -> Outcome:
-    learning_rate = run.trainee.learning_rate
-    draw = float(torch.rand(()))
-    result = run.trainee.step(run.micro_batches(2, computed))
-    return Outcome(
-        {**result.metrics, "grad_norm": result.grad_norm},
-        learning_rate,
-        draw,
-        progress,
-        {position: old.tolist() for position, old in old_outputs(computed).items()},
-        {position: values.tolist() for position, values in computed.advantages.items()},
-    )
-
-
-def old_outputs(computed: Computed) -> Mapping[int, Tensor]:
-    """What a checkpoint holds of it."""
-    return computed.old_log_probs or computed.values
-
-
-def with_everyones_old(outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes, each with the old log-probs of all ranks, as a checkpoint has them."""
-    together = {position: old for outcome in outcomes for position, old in outcome.old.items()}
-    return [replace(outcome, old=together) for outcome in outcomes]
-
-
-def save_after_two(rank: int, argv: list[str]) -> Outcome:
-    """Two steps, a save within the rollout, and the third step of the run that goes on."""
-    with running(rank, 2, argv) as run:
-        for step in (0, 1):
-            run.trainee.step(run.micro_batches(step))
-            run.checkpointer.scheduler.step(increment=1)
-        torch.rand(3)  # a generator that has moved since the start
-        progress = Progress(step=2, rollout=0, step_in_rollout=2, consumed_samples=10)
-        run.checkpointer.save(progress, old_outputs(run.computed))
-        return third_step(run, progress, run.computed)
-
-
-def load_and_go_on(rank: int, argv: list[str]) -> Outcome:
-    with running(rank, 2, argv) as run:
+def load_and_go_on_alone(rank: int, argv: list[str]) -> Outcome:
+    with running(rank, 1, argv) as run:
         restored = run.checkpointer.load()
         assert restored is not None
-        if run.trainee.config.checkpoint.finetune:
-            assert not restored.old_outputs
-        if not restored.old_outputs:
-            return third_step(run, restored.progress, run.computed)
         return third_step(run, restored.progress, run.computed_from(restored.old_outputs))
 
 
@@ -139,12 +81,6 @@ def refusal_to_begin(rank: int, argv: list[str]) -> str:
     return ""
 
 
-def save_steps(rank: int, argv: list[str], steps: list[int]) -> None:
-    with running(rank, 2, argv) as run:
-        for step in steps:
-            run.checkpointer.save(Progress(step=step), {})
-
-
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[World]:
     with World(2, timeout_s=120) as world:
@@ -152,21 +88,21 @@ def two_ranks() -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
+def one_rank() -> Iterator[World]:
+    with World(1, timeout_s=120) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("run")
-    return [
-        *RUN_FLAGS,
-        "--rollout-batch-size=4",
-        "--global-batch-size=5",
-        "--micro-batch-size=2",
-        "--lr-decay-style=cosine",
-        f"--hf-checkpoint={write_qwen3(folder / 'hf')}",
-        f"--rollout-data={write_rollouts(folder / 'rollouts.jsonl', with_every_field())}",
-        "--advantage-estimator=reinforce_plus_plus",
-        "--kl-coef=0.1",
-        "--gamma=0.9",
-        "--normalize-advantages",
-    ]
+    return run_flags(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    rollouts = write_rollouts(tmp_path_factory.mktemp("experts") / "rollouts.jsonl")
+    batches = ["--rollout-batch-size=4", "--global-batch-size=5", "--micro-batch-size=2"]
+    return [*MODEL_FLAGS, *EXPERTS, *RUN_FLAGS, *batches, f"--rollout-data={rollouts}"]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +162,11 @@ def test_other_ranks_go_on_with_the_same_numbers(
     places = [f"--save={tmp_path}", f"--load={tmp_path}"]
     saved = two_ranks.run(save_after_two, [*flags, *LAYOUTS[before], *places])
     expected = with_everyones_old(saved)[0]
-    for got in two_ranks.run(load_and_go_on, [*flags, *LAYOUTS[after], *places]):
+    check_same_numbers(two_ranks.run(load_and_go_on, [*flags, *LAYOUTS[after], *places]), expected)
+
+
+def check_same_numbers(outcomes: list[Outcome], expected: Outcome) -> None:
+    for got in outcomes:
         assert got.progress == expected.progress
         assert got.old == expected.old
         assert got.learning_rate == expected.learning_rate
@@ -355,18 +295,32 @@ def test_a_broken_checkpoint_gives_way_to_the_newest_complete_one(
     for step in (2, 4):
         (tmp_path / f"iter_{step:07d}" / "metadata.json").unlink()
     for message in two_ranks.run(refusal, [*flags, f"--load={tmp_path}"]):
-        assert "iter_0000006 is missing or incomplete" in message
+        assert "iter_0000006 is broken: metadata.json is missing" in message
     (tmp_path / TRACKER).write_text("")
     for message in two_ranks.run(refusal, [*flags, f"--load={tmp_path}"]):
         assert f"{TRACKER} must hold the number of a step" in message
 
 
-def test_retain_interval_keeps_multiples_and_the_newest(
-    two_ranks: World, flags: list[str], tmp_path: Path
+@pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]])
+def test_experts_go_on_bit_for_bit(
+    two_ranks: World, experts: list[str], tmp_path: Path, more: list[str]
 ) -> None:
-    argv = [*flags, f"--save={tmp_path}", "--save-interval=1", "--save-retain-interval=3"]
-    two_ranks.run(save_steps, argv, [1, 2, 3, 4, 5])
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
-        "iter_0000003",
-        "iter_0000005",
-    ]
+    places = [f"--save={tmp_path}", f"--load={tmp_path}", *more]
+    shared = [*experts, "--expert-model-parallel-size=2", *places]
+    expected = with_everyones_old(two_ranks.run(save_after_two, shared))
+    assert two_ranks.run(load_and_go_on, shared) == expected
+    for message in two_ranks.run(refusal, [*experts, *places]):
+        assert "'ep': 2" in message
+        assert "--no-load-optim" in message
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dp2 overlapped"])
+def test_one_rank_goes_on_with_the_same_loss(
+    two_ranks: World, one_rank: World, flags: list[str], tmp_path: Path, name: str
+) -> None:
+    places = [f"--save={tmp_path}", f"--load={tmp_path}"]
+    alone = ["--use-distributed-optimizer"] if "distributed optimizer" in name else []
+    saved = two_ranks.run(save_after_two, [*flags, *LAYOUTS[name], *places])
+    got = one_rank.run(load_and_go_on_alone, [*flags, *alone, *places])
+    check_same_numbers(got, with_everyones_old(saved)[0])
+    assert got[0].metrics["loss"] == pytest.approx(saved[0].metrics["loss"], rel=0, abs=1e-6)

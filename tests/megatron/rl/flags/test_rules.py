@@ -129,6 +129,8 @@ BROKEN = [
     ),
     ("--save-interval 5", 1, "save_interval", "needs --save"),
     ("--save-retain-interval 5", 1, "save_retain_interval", "needs --save"),
+    ("--save-keep-last 5", 1, "save_keep_last", "needs --save"),
+    ("--async-save", 1, "async_save", "needs --save"),
     ("--save {tmp} --save-retain-interval 5", 1, "save_retain_interval", "needs --save-interval"),
     (
         "--save {tmp} --save-interval 4 --save-retain-interval 6",
