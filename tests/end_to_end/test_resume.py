@@ -1,52 +1,23 @@
 """A run that is killed or stopped and resumed is the run that never was."""
 
+import random
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.job import Job, metrics, run, tensors
-from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
+from tests.end_to_end.job import Job, metrics, run
+from tests.end_to_end.kills import LAYOUTS as ALL_LAYOUTS
+from tests.end_to_end.kills import STEPS, Chain, compare, places, run_all, run_chain, run_flags
+from tests.megatron.rl.tiny import write_rollouts
 
-SAMPLES, STEPS = 16, 18
+SAMPLES = 16
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Rollouts of 8 samples in steps of 3, 3 and 2, so that old log-probs are recomputed."""
-    rollouts = write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
-    return [
-        *MODEL_FLAGS,
-        *RUN_FLAGS,
-        f"--rollout-data={rollouts}",
-        "--num-epochs=3",
-        "--rollout-batch-size=2",
-        "--global-batch-size=3",
-        "--micro-batch-size=2",
-        "--lr-decay-style=cosine",
-        "--lr-warmup-iters=2",
-        "--save-interval=4",
-        "--distributed-timeout-minutes=0.5",
-    ]
-
-
-def places(folder: Path) -> list[str]:
-    return [f"--save={folder}/save", f"--load={folder}/save", f"--tensorboard-dir={folder}/tb"]
-
-
-def check_same_run(folder: Path, reference: Path) -> None:
-    expected, got = tensors(last(reference)), tensors(last(folder))
-    assert got.keys() == expected.keys()
-    assert any("exp_avg" in name for name in got)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-    assert metrics(folder / "tb") == metrics(reference / "tb")
-
-
-def last(folder: Path) -> Path:
-    return folder / "save" / f"iter_{STEPS:07d}"
+    return run_flags(write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +50,7 @@ def test_kill_and_resume_is_bit_identical(
     assert len(metrics(tmp_path / "tb")) < STEPS
     code, said = run([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log2")
     assert code == 0, said
-    check_same_run(tmp_path, two_ranks)
+    assert not compare(tmp_path, two_ranks)
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
@@ -99,7 +70,7 @@ def test_stop_and_resume_is_bit_identical(
     assert "exitcode  : 75" in job.said
     code, said = run([*flags, *places(tmp_path)], ranks=2, log=tmp_path / "log2")
     assert code == 0, said
-    check_same_run(tmp_path, two_ranks)
+    assert not compare(tmp_path, two_ranks)
 
 
 def test_a_run_cut_at_the_end_of_an_epoch_is_bit_identical(
@@ -112,4 +83,22 @@ def test_a_run_cut_at_the_end_of_an_epoch_is_bit_identical(
     for steps in (12, STEPS):
         code, said = run(argv, ranks=2, log=tmp_path / f"log{steps}")
         assert code == 0, said
-    check_same_run(tmp_path, two_ranks)
+    assert not compare(tmp_path, two_ranks)
+
+
+def test_random_kills_and_crashes_in_a_row_are_bit_identical(
+    flags: list[str], two_ranks: Path, tmp_path: Path
+) -> None:
+    """Four kills, in the background's writing too; `slow` has the fifty in all layouts."""
+    chain = Chain("dp2", in_background=True)
+    run_chain(chain, flags, tmp_path, random.Random(3), kills=4)
+    assert not chain.failures
+    assert not compare(tmp_path, two_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_fifty_kills_in_all_layouts_are_bit_identical(tmp_path: Path) -> None:
+    chains = list(run_all(50, 1, tmp_path, list(ALL_LAYOUTS), minutes=100))
+    assert sum(len(chain.kills) for chain in chains) >= 50
+    assert not [chain.failures for chain in chains if chain.failures]
