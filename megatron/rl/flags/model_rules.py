@@ -111,6 +111,13 @@ LAYOUT = (
         "lower --tensor-model-parallel-size to a divisor of {num_query_groups}",
     ),
     Rule(
+        "perform_initialization",
+        lambda s: not s.perform_initialization and s.tp > 1,
+        "must not be given with --tensor-model-parallel-size > 1: as it initializes a weight, "
+        "megatron-core marks it as divided, and the gradient norm counts only one rank of others",
+        "leave --no-initialization out",
+    ),
+    Rule(
         "ffn_hidden_size",
         lambda s: (s.ffn_hidden_size or 4 * s.hidden_size) % s.tp,
         "must be a multiple of --tensor-model-parallel-size {tensor_model_parallel_size}",
@@ -290,8 +297,8 @@ DEVICE = (
             and s.add_bias_linear
             and not (s.device_type == "cuda" and s.has_transformer_engine)
         ),
-        "must be off with --num-experts where transformer-engine is absent: megatron-core adds an "
-        "expert's bias in a way that has no gradient",
+        "must be given with --num-experts where transformer-engine is absent: megatron-core adds "
+        "an expert's bias in a way that has no gradient",
         "add --disable-bias-linear",
     ),
     Rule(

@@ -198,6 +198,7 @@ BROKEN = [
         "ffn_hidden_size",
         "must be a multiple of --tensor-model-parallel-size 2",
     ),
+    ("--no-initialization --tensor-model-parallel-size 2", 2, "perform_initialization", "must not"),
     ("--pipeline-model-parallel-size 3", 3, "num_layers", "times the model chunks of a stage, 1"),
     (
         "--virtual-pipeline-model-parallel-size 2",
@@ -255,7 +256,7 @@ BROKEN = [
         "flex needs experts on several ranks",
     ),
     (f"{MOE} --moe-token-dispatcher-type flex", 1, "moe_token_dispatcher_type", "needs a GPU"),
-    (f"{MOE} --add-bias-linear", 1, "add_bias_linear", "must be off with --num-experts"),
+    (f"{MOE} --add-bias-linear", 1, "add_bias_linear", "must be given with --num-experts"),
     ("--fp64 --bf16", 1, "fp64", "excludes --bf16"),
     ("--fp64 --attention-backend flash", 1, "attention_backend", "flash excludes --fp64"),
     ("--moe-aux-loss-coeff 0.01", 1, "moe_aux_loss_coeff", "must be 0"),
