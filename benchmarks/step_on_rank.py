@@ -27,6 +27,7 @@ from megatron.rl.initialize import Grid, World, process_grid
 from megatron.rl.report import packing_scalars, rollout_scalars
 from megatron.rl.rollout import Computed, read_rollout
 from megatron.rl.trainer import Trainer
+from megatron.rl.watch import Watch
 
 CORE, SFT, GRPO = "megatron-core", "sft", "grpo"
 _LOSS_FLAGS = {SFT: "--loss-type=sft_loss", GRPO: "--loss-type=policy_loss"}
@@ -176,7 +177,8 @@ def seconds_to_read(path: Path, replicas: int) -> dict[str, float]:
     config = case.config(SFT, path.parent, 1)
     source = make_source(config, check_data(config))
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    grid = Grid(World(world_size=replicas), SimpleNamespace(cp=alone), torch.device("cpu"))
+    watch = Watch(0, replicas)
+    grid = Grid(World(world_size=replicas), SimpleNamespace(cp=alone), torch.device("cpu"), watch)
     found: dict[str, float] = {}
     places = source.rollout_rows(0)
     found["plan"], plan = _clocked(
@@ -185,7 +187,7 @@ def seconds_to_read(path: Path, replicas: int) -> dict[str, float]:
     own = plan.positions(0)
     found["read"], _ = _clocked(lambda: source.files.read(places[own]))
     (step,) = plan.steps
-    found["digest"], _ = _clocked(lambda: plan.digest(step))
+    found["digest"], _ = _clocked(lambda: plan.digest)
     found["report"], _ = _clocked(
         lambda: [dict(rollout_scalars(plan.rows)), packing_scalars(plan, step, config, grid)]
     )

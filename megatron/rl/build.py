@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.rl.checkpoint import Checkpointer, Progress, Restored
-from megatron.rl.checkpoint_files import find_checkpoint
+from megatron.rl.checkpoint_files import CheckpointError, find_checkpoint
 from megatron.rl.checkpoint_model import load_model_weights
 from megatron.rl.computed import needs_values, old_is_engines
 from megatron.rl.config import RunConfig
+from megatron.rl.guard import phase
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid, World
 from megatron.rl.logging import RunLogger, log_info, log_warning
@@ -25,6 +27,9 @@ from megatron.rl.step import Trainee, finalize_sum
 from megatron.rl.trainer import Trainer
 from slime_loss import RLHead
 
+REFUSALS = (BadRowsError, CheckpointError, ValueError)
+"""What a start says to flags, rollouts and checkpoints that do not fit."""
+
 
 def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
     """Open the rollouts, build and load the model, and place everything at the right step.
@@ -33,15 +38,19 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
         BadRowsError: a rollout row breaks a rule; every rank raises it.
         CheckpointError: `--load` does not fit.
     """
-    source = open_source(config, grid)
+    starting = partial(phase, step=0, watch=grid.watch, lets_pass=REFUSALS)
+    with starting("checking rollouts"):
+        source = open_source(config, grid)
     total_steps = count_steps(source, config)
     announce(config, source, total_steps)
-    trainee = build_trainee(config, grid)
+    with starting("building the model"):
+        trainee = build_trainee(config, grid)
     if isinstance(trainee.head, RLHead):  # a critic's has no choice to make
         log_info(f"head: {trainee.head.describe()}")
     scheduler = build_scheduler(config, trainee, total_steps)
     checkpointer = Checkpointer(config, grid, trainee, scheduler, data_identity(config, source))
-    restored = restore(config, checkpointer) or Restored(Progress(), {})
+    with starting("loading the checkpoint"):
+        restored = restore(config, checkpointer) or Restored(Progress(), {})
     return Trainer(
         config=config,
         grid=grid,

@@ -274,7 +274,8 @@ class RuntimeConfig:
     """Seed of initialization, dropout and data order."""
 
     distributed_timeout_minutes: float = 10.0
-    """Minutes that a collective may wait for another rank."""
+    """Minutes that a rank may wait for another, 0.5 being 30 seconds: in a collective, and without
+    a new phase or micro-batch. The job then ends and names the rank."""
 
     fp64: bool = False
     """Compute everything in float64, where parallel layouts differ by nothing that rounding could

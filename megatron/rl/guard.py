@@ -5,15 +5,20 @@ Before every step all ranks compare a small digest: a difference is an error, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.rl.initialize import Grid
+from megatron.rl.signs import brief
+from megatron.rl.watch import Watch
+
+if TYPE_CHECKING:
+    from megatron.rl.initialize import Grid
 
 
 class StepError(Exception):
@@ -32,7 +37,7 @@ class StepDigest:
         step: optimizer step about to be taken, from 1.
         rollout: rollout the step belongs to.
         num_micro_batches: of every data-parallel rank.
-        samples: checksum of ids, tokens and placement of the step's samples.
+        samples: checksum of the rollout's samples and of where each is trained.
         skipped_steps: so far.
         configuration: checksum of the resolved flags.
     """
@@ -45,19 +50,21 @@ class StepDigest:
     configuration: int
 
 
-def agree(digest: StepDigest, stop: int, grid: Grid) -> int:
+def agree(digest: StepDigest, stop: int, ids: Sequence[int], grid: Grid) -> int:
     """Compare the digest over all ranks and share the wish to stop.
 
     Args:
         digest: this rank's.
         stop: this rank's reason to stop, 0 for none.
+        ids: the step's samples as this rank knows them, for the message.
         grid: this rank; one all-gather of a few int64 over the whole job.
 
     Returns:
         The largest reason to stop of any rank.
 
     Raises:
-        StepError: naming the fields that differ and the ranks that differ from rank 0.
+        StepError: naming the fields that differ and the ranks that differ from rank 0, with the
+            samples of both.
     """
     names = [field.name for field in fields(digest)]
     mine = torch.tensor([*(getattr(digest, name) for name in names), stop], device=grid.device)
@@ -72,21 +79,52 @@ def agree(digest: StepDigest, stop: int, grid: Grid) -> int:
         if (strangers := [(r, value) for r, value in enumerate(column) if value != column[0]])
     ]
     if differences:
+        everyones: list[str] = [""] * len(stops)
+        dist.all_gather_object(everyones, brief(ids))
         raise StepError(
             f"ranks are about to take different steps (step {digest.step}); "
             + "; ".join(differences)
+            + f"; samples {_in_groups(everyones)}"
         )
     return max(stops)
 
 
+def _in_groups(texts: Sequence[str]) -> str:
+    """Each text once, with the ranks that have it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} on rank {brief(ranks)[1:-1]}" for text, ranks in groups.items())
+
+
 @contextmanager
-def phase(name: str, step: int, grid: Grid, samples: str = "") -> Iterator[None]:
-    """Name the rank, step, phase and samples in any error of the block."""
+def phase(
+    name: str,
+    step: int,
+    watch: Watch,
+    samples: str = "",
+    *,
+    lets_pass: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Tell the other ranks where this one is; name rank, step, phase and samples in any error.
+
+    Args:
+        name: what is done.
+        step: optimizer step, from 1; 0 before the first.
+        watch: of this rank.
+        samples: ids of the samples it is done with.
+        lets_pass: errors that are left as they are.
+
+    Raises:
+        StepError: for any other error of the block.
+    """
+    watch.enter(step, name, samples)
+    place = watch.place
     try:
         yield
-    except StepError:
+    except lets_pass:
         raise
+    except StepError as error:  # every rank has it
+        raise type(error)(watch.once(str(error), place)) from error.__cause__
     except (Exception, CheckpointException) as error:  # torch's own error is no Exception
-        where = f"rank {grid.world.rank}, step {step}, {name}"
-        about = f" (samples {samples})" if samples else ""
-        raise StepError(f"{where}{about}: {type(error).__name__}: {error}") from error
+        raise StepError(watch.explain(place, error)) from error

@@ -17,8 +17,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.rl import cpu_backend
+from megatron.rl.board import Board
 from megatron.rl.config import RunConfig
 from megatron.rl.float64 import float64_throughout
+from megatron.rl.guard import phase
+from megatron.rl.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,13 @@ class Grid:
         world: this process in the job.
         groups: megatron-core's groups (tp, pp, cp, dp, dp_cp, mp, ...).
         device: where this rank computes.
+        watch: knows what this rank does, and what all others do.
     """
 
     world: World
     groups: ProcessGroupCollection
     device: torch.device
+    watch: Watch
 
     @property
     def is_writer(self) -> bool:
@@ -102,44 +107,96 @@ class Grid:
 
 @contextmanager
 def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
-    """Device, process groups and seeds for the time of a run.
+    """Device, process groups, seeds and the watch over all ranks for the time of a run.
 
     Every collective of every group is bounded by `--distributed-timeout-minutes`. After an error
     the groups are left to the process's end: to destroy them would wait for ranks that are gone.
+
+    Raises:
+        StepError: the ranks did not find each other in time, with the ranks that are missing.
     """
-    device = device_of(config, world)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if world.launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-    with process_grid(config, world, device) as grid:
-        yield grid
-    dist.destroy_process_group()
+    device = device_of(config, world)
+    alone = Watch(world.rank, world.world_size)
+    with phase("reaching the job's store", 0, alone):
+        store, board = _store(world, timeout)
+    with Watch(world.rank, world.world_size, board, timeout.total_seconds()) as watch:
+        with phase("meeting the other ranks", 0, watch):
+            dist.init_process_group(
+                _backend(device),
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=_group_timeout(timeout, device),
+            )
+        with process_grid(config, world, device, watch) as grid:
+            yield grid
+        dist.destroy_process_group()
 
 
 @contextmanager
-def process_grid(config: RunConfig, world: World, device: torch.device) -> Iterator[Grid]:
+def process_grid(
+    config: RunConfig, world: World, device: torch.device, watch: Watch | None = None
+) -> Iterator[Grid]:
     """megatron-core's groups for the parallel sizes of the flags, within a running job."""
     transformer = config.transformer
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
-        pipeline_model_parallel_size=transformer.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=transformer.virtual_pipeline_model_parallel_size,
-        context_parallel_size=transformer.context_parallel_size,
-        expert_model_parallel_size=transformer.expert_model_parallel_size,
-        expert_tensor_parallel_size=transformer.expert_tensor_parallel_size,
-        distributed_timeout_minutes=config.runtime.distributed_timeout_minutes,
-        create_gloo_process_groups=False,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    _seed(config.runtime.seed, groups)
+    watch = watch or Watch(world.rank, world.world_size)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    with phase("making the process groups", 0, watch):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+            pipeline_model_parallel_size=transformer.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=transformer.virtual_pipeline_model_parallel_size,
+            context_parallel_size=transformer.context_parallel_size,
+            expert_model_parallel_size=transformer.expert_model_parallel_size,
+            expert_tensor_parallel_size=transformer.expert_tensor_parallel_size,
+            distributed_timeout_minutes=_group_timeout(timeout, device) / timedelta(minutes=1),
+            create_gloo_process_groups=False,
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        _seed(config.runtime.seed, groups)
     with float64_throughout() if config.runtime.fp64 else nullcontext():
-        yield Grid(world, groups, device)
+        yield Grid(world, groups, device, watch)
     parallel_state.destroy_model_parallel()
+
+
+def _store(world: World, timeout: timedelta) -> tuple[dist.Store, Board | None]:
+    """The store that ranks meet in, and the board on it; ranks do not wait for each other here.
+
+    torchrun's agent keeps it, or with another launcher rank 0. The agent keeps one for all attempts
+    of `--max-restarts`, where ranks would find the addresses of those that are gone; on one node
+    the attempts are told apart. The agents of several nodes do not count them alike.
+    """
+    if not world.launched:
+        return dist.HashStore(), None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=world.rank == 0 and not is_launchers,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(
+            f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+        )
+    keeper = f"torchrun's agent at {host}:{port}" if is_launchers else "rank 0"
+    board = Board(store, keeper=keeper)
+    if world.rank == 0:
+        board.begin()
+    return store, board
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _group_timeout(timeout: timedelta, device: torch.device) -> timedelta:
+    """gloo raises when the time is over; NCCL kills the process, and the watch must come first."""
+    return timeout * 1.5 + timedelta(minutes=1) if device.type == "cuda" else timeout
 
 
 def device_of(config: RunConfig, world: World) -> torch.device:

@@ -107,13 +107,14 @@ class Rollout:
             values=computed.values.get(position, self.samples[position].values),
         )
 
-    def digest(self, step: StepPlan) -> int:
-        """A checksum of the step's samples and of where each is trained.
+    @cached_property
+    def digest(self) -> int:
+        """A checksum of all its samples and of where each is trained.
 
         Tokens take part by the checksum of their record, which reading compares with the row.
         """
-        records = self.rows[list(step.positions)].tobytes()
-        return zlib.crc32(repr(step.micro_batches).encode(), zlib.crc32(records))
+        places = repr([(step.positions, step.micro_batches) for step in self.steps])
+        return zlib.crc32(places.encode(), zlib.crc32(self.rows.tobytes()))
 
 
 def read_rollout(number: int, source: FileSource, config: RunConfig, dp_rank: int) -> Rollout:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ class Trainee:
         metrics = self._reduce(outputs)
         grad_norm, updated = math.nan, False
         if not math.isfinite(metrics.scalars["loss"]):
-            culprit = self._first(_nonfinite_row(micro_batches, outputs))
+            culprit = self._nonfinite_loss(micro_batches, outputs)
         else:
             grad_norm, updated = self._update()
             culprit = None if updated else self._first(self._nonfinite_gradient(micro_batches))
@@ -142,7 +142,7 @@ class Trainee:
             desc=desc or "", total=len(micro_batches), unit="micro-batch", is_writer=shown
         ) as bar:
             iterators = [iter(micro_batches) for _ in self.chunks]
-            iterators[0] = _counted(micro_batches, bar)
+            iterators[0] = self._counted(micro_batches, bar)
             return get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, head=head),
                 data_iterator=iterators,
@@ -154,6 +154,12 @@ class Trainee:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _counted(self, micro_batches: Sequence[MicroBatch], bar: tqdm) -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches:
+            self.grid.watch.tick()
+            yield micro_batch
+            bar.update()
 
     def _zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -193,6 +199,16 @@ class Trainee:
             )
         return grad_norm, self.optimizer.step_with_ready_grads()
 
+    def _nonfinite_loss(
+        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput]
+    ) -> str | None:
+        """Weights that are not finite, and the first sample whose loss is not."""
+        row = self._first(_nonfinite_row(micro_batches, outputs))
+        weights = self._first(next(iter(self._nonfinite("data")), None))
+        if weights is None:
+            return row
+        return f"{weights} has weights that are not finite" + (f"; {row}" if row else "")
+
     def _nonfinite_gradient(self, micro_batches: Sequence[MicroBatch]) -> str | None:
         """Which of this rank's micro-batches give a gradient whose norm is not finite.
 
@@ -207,7 +223,8 @@ class Trainee:
             with self._local_gradients():
                 self._run(in_round, self.head)
             origins = ", ".join(_origin(t.sample) for m in in_round for t in m.samples)
-            findings += [f"gradient of {name} from {origins}" for name in self._nonfinite()]
+            names = self._nonfinite("main_grad")
+            findings += [f"gradient of {name} from {origins}" for name in names]
         self._zero_gradients()
         return findings[0] if findings else None
 
@@ -224,20 +241,20 @@ class Trainee:
             yield
         transformer.finalize_model_grads_func, transformer.no_sync_func = saved
 
-    def _nonfinite(self) -> list[str]:
-        """The parameters of this rank whose gradient norm is not finite."""
+    def _nonfinite(self, part: Literal["data", "main_grad"]) -> list[str]:
+        """The parameters of this rank whose weights, or gradient, are not finite in the norm."""
         return [
             name.removeprefix("module.")
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
-            if not torch.isfinite(parameter.main_grad.float().pow(2).sum())
+            if not torch.isfinite(getattr(parameter, part).float().pow(2).sum())
         ]
 
     def _first(self, finding: str | None) -> str | None:
-        """The finding of the lowest rank that has one, on every rank."""
+        """The finding of the lowest rank that has one, with that rank, on every rank."""
         findings = [None] * self.grid.world.world_size
         dist.all_gather_object(findings, finding)
-        return next((f for f in findings if f is not None), None)
+        return next((f"rank {r}, {f}" for r, f in enumerate(findings) if f is not None), None)
 
 
 def finalize_sum(model: list[MegatronModule], _num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -250,12 +267,6 @@ def finalize_sum(model: list[MegatronModule], _num_tokens: Tensor | None, **kwar
 
 def _leave_gradients_local(*_args: Any, **_kwargs: Any) -> None:
     """Stands for `finalize_sum` while one rank's own gradients are looked at."""
-
-
-def _counted(micro_batches: Sequence[MicroBatch], bar: tqdm) -> Iterator[MicroBatch]:
-    for micro_batch in micro_batches:
-        yield micro_batch
-        bar.update()
 
 
 def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head: Any) -> tuple:

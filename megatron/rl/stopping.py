@@ -18,6 +18,7 @@ from megatron.rl.guard import SkippedStepsError, StepError
 from megatron.rl.initialize import World
 from megatron.rl.logging import log_error
 from megatron.rl.samples import BadRowsError
+from megatron.rl.watch import EXIT_STUCK
 
 
 class Stop(IntEnum):
@@ -42,9 +43,10 @@ FORESEEN = (RuntimeError, OSError, ValueError)
 
 EXIT_CODES = {
     EXIT_OK: "trained to the end, or to --exit-interval or --exit-duration-in-mins",
-    EXIT_ERROR: "failed; the message names rank, step and phase",
+    EXIT_ERROR: "failed; the message names rank, step, phase and samples",
     EXIT_USAGE: "flags, rollout data or checkpoint refused; nothing was trained",
     EXIT_SKIPPED: "more than --max-skipped-steps steps were not finite",
+    EXIT_STUCK: "waited beyond --distributed-timeout-minutes; the message names the rank",
     EXIT_SIGNAL: "stopped by SIGTERM, SIGUSR1 or Ctrl-C after saving; run again with --load",
 }
 

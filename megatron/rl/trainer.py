@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.report import console_line, packing_scalars, step_scalars
 from megatron.rl.rollout import Computed, Rollout, StepPlan, read_rollout
+from megatron.rl.signs import brief
 from megatron.rl.sources.files import FileSource
 from megatron.rl.step import StepResult, Trainee
 from megatron.rl.stopping import EXIT_OK, EXIT_SIGNAL, Stop, StopRequest
@@ -82,20 +84,26 @@ class Trainer:
 
     def _train_rollout(self) -> Stop:
         """The steps of the current rollout that are still to be taken."""
-        with phase("reading rollouts", self.progress.step + 1, self.grid):
+        with self._phase("reading rollouts"):
             rollout = read_rollout(
                 self.progress.rollout, self.source, self.config, self.grid.dp_rank
             )
             self._check_position(rollout)
-        seconds = self._prepare(rollout)
+        seconds = None
         for step in rollout.steps[self.progress.step_in_rollout :]:
             stop = self._agree(rollout, step)
             if stop or self.progress.step == self.total_steps:
                 return stop
+            if seconds is None:  # ranks have agreed on the rollout before anything is made of it
+                seconds = self._prepare(rollout)
             self._train_step(rollout, step, seconds)
             seconds = 0.0
             self._save_if_due()
         return Stop.NONE
+
+    def _phase(self, name: str, samples: str = "") -> AbstractContextManager[None]:
+        """A part of the coming step, under its name in messages."""
+        return phase(name, self.progress.step + 1, self.grid.watch, samples)
 
     def _check_position(self, rollout: Rollout) -> None:
         """A run resumed within a rollout must find its steps and their old outputs."""
@@ -118,13 +126,13 @@ class Trainer:
 
         After a resume within a rollout the checkpoint has given the old outputs.
         """
-        start, number = time.perf_counter(), self.progress.step + 1
+        start = time.perf_counter()
         runs_pass = needs_pass(rollout, self.config) and self.progress.step_in_rollout == 0
         if runs_pass:
-            with phase(self.trainee.output_name, number, self.grid, f"of rollout {rollout.number}"):
+            with self._phase(self.trainee.output_name, f"of rollout {rollout.number}"):
                 self.old_outputs = old_outputs_of(rollout, self.trainee)
         seconds = time.perf_counter() - start
-        with phase("advantages", number, self.grid, f"of rollout {rollout.number}"):
+        with self._phase("advantages", f"of rollout {rollout.number}"):
             self.computed = compute(rollout, self.old_outputs, self.config, self.grid)
         return seconds if runs_pass else 0.0
 
@@ -135,13 +143,14 @@ class Trainer:
             step=done + 1,
             rollout=rollout.number,
             num_micro_batches=step.num_micro_batches,
-            samples=rollout.digest(step),
+            samples=rollout.digest,
             skipped_steps=self.progress.skipped_steps,
             configuration=zlib.crc32(self.config.to_yaml().encode()),
         )
-        with phase("step guard", digest.step, self.grid):
+        ids = rollout.rows["index"][list(step.positions)].tolist()
+        with self._phase("step guard", brief(ids)):
             reason = self.stop_request.reason(done, done - self.first_step)
-            return Stop(agree(digest, reason, self.grid))
+            return Stop(agree(digest, reason, ids, self.grid))
 
     def _train_step(self, rollout: Rollout, step: StepPlan, log_probs_seconds: float) -> None:
         start = time.perf_counter()
@@ -149,7 +158,7 @@ class Trainer:
         learning_rate = self.trainee.learning_rate
         packs = step.micro_batches[self.grid.dp_rank]
         indices = [rollout.samples[position].index for pack in packs for position in pack]
-        with phase("training", number, self.grid, str(indices)):
+        with self._phase("training", brief(indices)):
             micro_batches = [
                 micro_batch_of(rollout, step, pack, self.computed, self.trainee) for pack in packs
             ]
@@ -158,26 +167,31 @@ class Trainer:
         seconds = time.perf_counter() - start
         rows = rollout.rows[list(step.positions)]
         times = {"train_time": seconds, "log_probs_time": log_probs_seconds}
-        self.logger.log_step(
-            number,
-            {
-                **step_scalars(result, rows, times, self.source.files.num_bad_rows, self.grid),
-                **packing_scalars(rollout, step, self.config, self.grid),
-            },
-            console=console_line(
-                result,
-                rows,
-                consumed_samples=self.progress.consumed_samples,
-                learning_rate=learning_rate,
-                seconds=seconds + log_probs_seconds,
-            ),
-            histograms={f"train/{name}": value for name, value in result.histograms.items()},
-        )
-        limit = self.config.schedule.max_skipped_steps
-        if self.progress.skipped_steps > limit:
+        with phase("logging", number, self.grid.watch):
+            self.logger.log_step(
+                number,
+                {
+                    **step_scalars(result, rows, times, self.source.files.num_bad_rows, self.grid),
+                    **packing_scalars(rollout, step, self.config, self.grid),
+                },
+                console=console_line(
+                    result,
+                    rows,
+                    consumed_samples=self.progress.consumed_samples,
+                    learning_rate=learning_rate,
+                    seconds=seconds + log_probs_seconds,
+                ),
+                histograms={f"train/{name}": value for name, value in result.histograms.items()},
+            )
+        self._check_skipped(result)
+
+    def _check_skipped(self, result: StepResult) -> None:
+        limit, skipped = self.config.schedule.max_skipped_steps, self.progress.skipped_steps
+        if skipped > limit:
             raise SkippedStepsError(
-                f"max_skipped_steps: {self.progress.skipped_steps} steps were skipped because "
-                f"they were not finite, the last one step {number}: max_skipped_steps={limit}"
+                f"max_skipped_steps: {skipped} steps were skipped because they were not finite, "
+                f"the last one step {self.progress.step} ({_not_finite(result)}): "
+                f"max_skipped_steps={limit}"
             )
 
     def _advance(self, rollout: Rollout, step: StepPlan, result: StepResult) -> None:
@@ -188,7 +202,7 @@ class Trainer:
         else:
             log_warning(
                 f"step {before.step + 1} skipped: loss {result.metrics['loss']}, gradient norm "
-                f"{result.grad_norm}; not finite: {result.culprit or 'the gradient norm alone'}"
+                f"{result.grad_norm}; not finite: {_not_finite(result)}"
             )
         ended = before.step_in_rollout + 1 == len(rollout.steps)
         self.progress = replace(
@@ -204,7 +218,7 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         if self.config.checkpoint.async_save:
-            with phase("saving", self.saved_step, self.grid):
+            with phase("saving", self.saved_step, self.grid.watch):
                 self.checkpointer.saver.poll()
         interval = self.config.checkpoint.save_interval
         if interval and self.progress.step % interval == 0:
@@ -213,12 +227,16 @@ class Trainer:
     def _save(self) -> None:
         if self.config.checkpoint.save is None:
             return
-        with phase("saving", self.progress.step, self.grid):
+        with phase("saving", self.progress.step, self.grid.watch):
             self.checkpointer.save(self.progress, self.old_outputs)
         self.saved_step = self.progress.step
 
     def _wait_for_save(self) -> None:
         if self.config.checkpoint.save is None:
             return
-        with phase("saving", self.saved_step, self.grid):
+        with phase("saving", self.saved_step, self.grid.watch):
             self.checkpointer.saver.finish()
+
+
+def _not_finite(result: StepResult) -> str:
+    return result.culprit or "the gradient norm alone"

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.rl.guard import StepDigest, StepError, agree, phase
+from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import World as RankWorld
+from megatron.rl.watch import Watch
 from tests.spawn import World
 
 SAME = StepDigest(
     step=7, rollout=2, num_micro_batches=3, samples=12345, skipped_steps=0, configuration=99
 )
+
+
+IDS = {0: [10, 11], 1: [10, 11], 2: [12, 13]}
 
 
 def grid_of(rank: int, world_size: int) -> SimpleNamespace:
@@ -23,14 +27,14 @@ def grid_of(rank: int, world_size: int) -> SimpleNamespace:
 def agree_or_say_why(rank: int, differing: dict[int, dict[str, int]], stops: list[int]) -> str:
     digest = replace(SAME, **differing.get(rank, {}))
     try:
-        return f"stop {agree(digest, stops[rank], grid_of(rank, len(stops)))}"
+        return f"stop {agree(digest, stops[rank], IDS[rank], grid_of(rank, len(stops)))}"
     except StepError as error:
         return str(error)
 
 
 @pytest.fixture(scope="module")
 def three_ranks() -> Iterator[World]:
-    with World(3, timeout_s=60) as world:
+    with World(3, timeout_s=120) as world:
         yield world
 
 
@@ -44,22 +48,41 @@ def test_every_rank_names_the_fields_and_ranks_that_differ(three_ranks: World) -
     message = (
         "ranks are about to take different steps (step 7); "
         "num_micro_batches: rank 2 has 4, rank 0 has 3; "
-        "samples: rank 1 has 5, rank 2 has 6, rank 0 has 12345"
+        "samples: rank 1 has 5, rank 2 has 6, rank 0 has 12345; "
+        "samples [10, 11] on rank 0, 1, [12, 13] on rank 2"
     )
     assert three_ranks.run(agree_or_say_why, differing, [0, 0, 0]) == [message] * 3
 
 
 def test_an_error_in_a_phase_names_rank_step_and_samples() -> None:
-    grid = grid_of(1, 2)
     with (
         pytest.raises(
             StepError, match=r"^rank 1, step 3, training \(samples 4, 5\): OSError: gone$"
         ),
-        phase("training", 3, grid, "4, 5"),
+        phase("training", 3, Watch(1, 2), "4, 5"),
     ):
         raise OSError("gone")
 
 
 def test_a_step_error_is_told_once() -> None:
-    with pytest.raises(StepError, match=r"^inner$"), phase("training", 3, grid_of(0, 1)):
+    with pytest.raises(StepError, match=r"^inner$"), phase("training", 3, Watch(0, 1)):
         raise StepError("inner")
+
+
+def test_a_start_lets_its_refusals_pass() -> None:
+    watch = Watch(1, 2)
+    with (
+        pytest.raises(ValueError, match=r"^flag$"),
+        phase("building the model", 0, watch, lets_pass=(ValueError,)),
+    ):
+        raise ValueError("flag")
+    with (
+        pytest.raises(StepError, match=r"^rank 1, start-up, building the model: OSError: gone$"),
+        phase("building the model", 0, watch, lets_pass=(ValueError,)),
+    ):
+        raise OSError("gone")
+
+
+def test_too_many_skipped_steps_stay_what_they_are() -> None:
+    with pytest.raises(SkippedStepsError, match=r"^many$"), phase("training", 3, Watch(0, 1)):
+        raise SkippedStepsError("many")

@@ -13,6 +13,7 @@ from megatron.rl.cost import sample_costs
 from megatron.rl.initialize import Grid, World
 from megatron.rl.report import packing_scalars, rollout_scalars
 from megatron.rl.rollout import Rollout, read_rollout
+from megatron.rl.watch import Watch
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 
 LENGTHS = (10, 7, 3, 3)
@@ -21,7 +22,7 @@ LENGTHS = (10, 7, 3, 3)
 def grid_of(cp_size: int) -> Grid:
     group = SimpleNamespace(rank=lambda: 0, size=lambda: cp_size)
     world = World(0, 0, 2 * cp_size, launched=True)
-    return Grid(world, SimpleNamespace(cp=group), torch.device("cpu"))
+    return Grid(world, SimpleNamespace(cp=group), torch.device("cpu"), Watch(0, 2))
 
 
 def planned(tmp_path: Path, flags: str, cp_size: int) -> tuple[RunConfig, Rollout]:
