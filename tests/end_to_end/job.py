@@ -32,12 +32,14 @@ class Job:
         arguments: flags of pretrain_rl.py.
         ranks: 0 starts the script by itself, more start it under torchrun.
         log: file that collects what it says.
+        restarts: how often torchrun starts failed workers again.
     """
 
-    def __init__(self, arguments: list[str], *, ranks: int, log: Path) -> None:
+    def __init__(self, arguments: list[str], *, ranks: int, log: Path, restarts: int = 0) -> None:
         launcher = [sys.executable]
         if ranks:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            launcher += [f"--max-restarts={restarts}"]
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(

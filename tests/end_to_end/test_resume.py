@@ -102,3 +102,32 @@ def test_fifty_kills_in_all_layouts_are_bit_identical(tmp_path: Path) -> None:
     chains = list(run_all(50, 1, tmp_path, list(ALL_LAYOUTS), minutes=100))
     assert sum(len(chain.kills) for chain in chains) >= 50
     assert not [chain.failures for chain in chains if chain.failures]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_workers_again_and_the_run_is_bit_identical(
+    flags: list[str], two_ranks: Path, tmp_path: Path
+) -> None:
+    argv = [*flags, *places(tmp_path)]
+    job = Job(argv, ranks=2, log=tmp_path / "log", restarts=3)
+    for rank, steps in ((1, 6), (0, 10)):
+        job.until(lambda steps=steps: len(metrics(tmp_path / "tb")) >= steps)
+        killed = job.workers()[rank]
+        killed.kill()
+        job.until(lambda killed=killed: not killed.is_running())
+    assert job.wait(180) == 0, job.said
+    assert job.said.count("so that rank ") == 2
+    assert "going on at step 5" in job.said
+    assert "going on at step 9" in job.said
+    assert not compare(tmp_path, two_ranks)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_the_job_ends(flags: list[str], tmp_path: Path) -> None:
+    argv = [*flags, *places(tmp_path), "--distributed-timeout-minutes=0.2"]
+    job = Job(argv, ranks=2, log=tmp_path / "log")
+    job.until(lambda: len(metrics(tmp_path / "tb")) >= 6)
+    job.workers()[1].suspend()
+    assert job.wait(120) != 0
+    assert "ERROR: rank 1 gives no sign of life since " in job.said
+    assert "\n  so that rank 0, step " in job.said

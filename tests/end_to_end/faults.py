@@ -1,0 +1,188 @@
+"""What goes wrong on one rank of a job: each fault replaces functions of the program."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+FAULT_STEP = 4
+"""The first step of the second rollout of three steps each."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Args:
+        plant: replaces functions, in the process of the rank.
+        rank: the rank at fault.
+        holds: whether that rank never ends by itself.
+        everywhere: whether it is planted on every rank.
+    """
+
+    plant: Callable[[], None]
+    rank: int = 1
+    holds: bool = False
+    everywhere: bool = False
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+def fill_the_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def in_training(harm: Callable[[], None]) -> Callable[[], None]:
+    """Harm at the beginning of the fault's step."""
+
+    def plant() -> None:
+        from megatron.rl.step import Trainee
+
+        before, steps = Trainee.step, []
+
+        def step(self: Trainee, micro_batches: Any) -> Any:
+            steps.append(1)
+            if len(steps) == FAULT_STEP:
+                harm()
+            return before(self, micro_batches)
+
+        Trainee.step = step
+
+    return plant
+
+
+def nan_weight() -> None:
+    """One weight of this rank is no number when the fault's step begins."""
+    from megatron.rl.step import Trainee
+
+    before, steps = Trainee.step, []
+
+    def step(self: Trainee, micro_batches: Any) -> Any:
+        steps.append(1)
+        if len(steps) == FAULT_STEP:
+            dict(self.chunks[0].named_parameters())[
+                "module.decoder.layers.2.mlp.linear_fc1.weight"
+            ].data.view(-1)[7] = float("nan")
+        return before(self, micro_batches)
+
+    Trainee.step = step
+
+
+def before_call(module: str, name: str, harm: Callable[[], None]) -> Callable[[], None]:
+    """Harm in place of a function that a module of the trainer calls."""
+
+    def plant() -> None:
+        from importlib import import_module
+
+        of = import_module(module)
+        before = getattr(of, name)
+
+        def harmed(*args: Any, **kwargs: Any) -> Any:
+            harm()
+            return before(*args, **kwargs)
+
+        setattr(of, name, harmed)
+
+    return plant
+
+
+def in_reading(change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Change the second rollout as the trainer reads it."""
+
+    def plant() -> None:
+        from megatron.rl import trainer
+
+        before = trainer.read_rollout
+
+        def read(number: int, source: Any, config: Any, dp_rank: int) -> Any:
+            return before(number, change(source) if number == 1 else source, config, dp_rank)
+
+        trainer.read_rollout = read
+
+    return plant
+
+
+def asleep(source: Any) -> Any:
+    sleep()
+    return source
+
+
+def other_order(source: Any) -> Any:
+    """The same prompts from the last to the first."""
+    rows = source.rollout_rows
+    source.rollout_rows = lambda k: rows(k)[::-1]
+    return source
+
+
+def other_token(source: Any) -> Any:
+    """A file whose rows have the same ids and lengths and one other token."""
+    source.files.rows["checksum"] += 1
+    read = source.files.read
+
+    def unlike_the_file(positions: Any) -> Any:
+        source.files.rows["checksum"] -= 1
+        try:
+            return read(positions)
+        finally:
+            source.files.rows["checksum"] += 1
+
+    source.files.read = unlike_the_file
+    return source
+
+
+def skipped_collective() -> None:
+    """Go into the fault's step without asking whether the others do."""
+    from megatron.rl.stopping import Stop
+    from megatron.rl.trainer import Trainer
+
+    before = Trainer._agree
+
+    def agree(self: Trainer, rollout: Any, step: Any) -> Stop:
+        if self.progress.step + 1 == FAULT_STEP:
+            return Stop.NONE
+        return before(self, rollout, step)
+
+    Trainer._agree = agree
+
+
+def waits_that_never_raise() -> None:
+    """Collectives without a bound, as NCCL's are to the thread that waits, and a rank asleep."""
+    from megatron.rl import initialize
+
+    initialize._group_timeout = lambda *_: timedelta(hours=1)
+    if os.environ["RANK"] == "1":
+        in_reading(asleep)()
+
+
+FAULTS = {
+    "none": Fault(lambda: None),
+    "stopped": Fault(in_training(stop), holds=True),
+    "killed": Fault(in_training(kill)),
+    "asleep in reading": Fault(in_reading(asleep), holds=True),
+    "rank 0 stopped": Fault(in_training(stop), rank=0, holds=True),
+    "rank 0 killed": Fault(in_training(kill), rank=0),
+    "other order": Fault(in_reading(other_order)),
+    "other token": Fault(in_reading(other_token)),
+    "collective skipped": Fault(skipped_collective),
+    "nan weight": Fault(nan_weight),
+    "killed at start-up": Fault(before_call("pretrain_rl", "parse_config", kill)),
+    "killed in old log-probs": Fault(before_call("megatron.rl.trainer", "old_outputs_of", kill)),
+    "stopped in advantages": Fault(before_call("megatron.rl.trainer", "compute", stop), holds=True),
+    "killed in loading": Fault(before_call("megatron.rl.build", "restore", kill)),
+    "disk full": Fault(before_call("megatron.rl.checkpoint", "architecture_of", fill_the_disk)),
+    "never raises": Fault(waits_that_never_raise, holds=True, everywhere=True),
+}
