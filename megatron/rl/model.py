@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.rl.attention import PackedAttention
 from megatron.rl.config import RunConfig
@@ -152,3 +153,23 @@ def unwrap(chunk: torch.nn.Module) -> RLModel:
     while not isinstance(chunk, RLModel):
         chunk = chunk.module
     return chunk
+
+
+def on_hidden(function: Callable[[Tensor, Tensor, Any], Any]) -> Callable[..., Any]:
+    """An output processor that calls function(hidden states [rows, H], weight [V/tp, H], context).
+
+    Under sequence parallelism the rows are this rank's.
+    """
+
+    def process(
+        *,
+        hidden_states: Tensor,
+        output_layer: nn.Module,
+        output_weight: Tensor | None,
+        context: Any,
+        **_others: Any,  # core's hook hands out all that its output layer and loss could use
+    ) -> Any:
+        weight = output_layer.weight if output_weight is None else output_weight
+        return function(hidden_states.flatten(0, 1), weight, context)
+
+    return process

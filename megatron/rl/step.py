@@ -20,13 +20,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron.rl.batching import MicroBatch
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import progress
+from megatron.rl.model import on_hidden
 from slime_loss import (
     Histogram,
     LossOutput,
@@ -271,24 +272,12 @@ def _leave_gradients_local(*_args: Any, **_kwargs: Any) -> None:
 
 def _forward_step(iterator: Iterator[MicroBatch], chunk: MegatronModule, *, head: Any) -> tuple:
     micro_batch = next(iterator)
-
-    def process(
-        *,
-        hidden_states: Tensor,
-        output_layer: nn.Module,
-        output_weight: Tensor | None,
-        context: TokenBatch,
-        **_others: Any,  # core's hook hands out all that its output layer and loss could use
-    ) -> Any:
-        weight = output_layer.weight if output_weight is None else output_weight
-        return head(hidden_states.flatten(0, 1), weight, context)
-
     output = chunk(
         micro_batch.input_ids,
         micro_batch.position_ids,
         None,
         packed_seq_params=micro_batch.rows,
-        output_processor=process,
+        output_processor=on_hidden(head),
         output_processor_context=micro_batch.batch,
     )
     # core handles tensors alone; the rest of the last stage's output waits in the loss function

@@ -20,7 +20,7 @@ from megatron.rl.engines.cache import KeyValueCache, PromptRows, TokenRows
 from megatron.rl.engines.draw import Drawn, draw, uniforms
 from megatron.rl.engines.engine import Completion, EngineError, Request, Sampling
 from megatron.rl.logging import progress
-from megatron.rl.model import rotary_of, unwrap
+from megatron.rl.model import on_hidden, rotary_of, unwrap
 from megatron.rl.step import Trainee
 from slime_loss import ContiguousLayout
 from slime_loss.collectives import all_gather_rows
@@ -140,12 +140,11 @@ class _Batch:
         """The logits [wanted, V] of some rows, whole on every tensor-parallel rank."""
         grid, config = self._trainee.grid, self._trainee.config
 
-        def project(*, hidden_states: Tensor, output_weight: Tensor, context: Tensor) -> Tensor:
-            hidden = hidden_states.flatten(0, 1)
+        def project(hidden: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
             if config.transformer.sequence_parallel:
                 hidden = all_gather_rows(hidden, grid.groups.tp)
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            columns = output_weight.to(dtype) @ hidden[context].to(dtype).T
+            columns = weight.to(dtype) @ hidden[wanted].to(dtype).T
             return all_gather_rows(columns, grid.groups.tp)[: config.model.vocab_size].T
 
         return unwrap(self._trainee.chunks[0])(
@@ -153,7 +152,7 @@ class _Batch:
             positions[None].to(grid.device),
             None,
             packed_seq_params=rows,
-            output_processor=project,
+            output_processor=on_hidden(project),
             output_processor_context=wanted.to(grid.device),
         )
 
