@@ -34,6 +34,7 @@ EXTRAS = {
     "hf": ["transformers>=5.24", "accelerate>=1.0", "gguf>=0.19"],  # tools/smollm2.py
     "bench": ["cut-cross-entropy>=25.1", "liger-kernel>=0.8", "trl>=1.16"],
     "parquet": ["pyarrow>=17.0"],
+    "tasks": ["reasoning-gym>=0.1.25"],
     "text": ["transformers>=5.24", "sentencepiece>=0.2", "tiktoken>=0.9"],
     "plot": ["matplotlib>=3.9"],
     "lint": ["ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414", "import-linter>=2.1"],
@@ -48,6 +49,7 @@ EXTRAS = {
         "transformers>=5.24",  # with mbridge and its einops the oracle of megatron.rl.hf
         "mbridge>=0.15.1,<0.16",
         "einops>=0.8",
+        "reasoning-gym>=0.1.25",
         "sentencepiece>=0.2",
         "tiktoken>=0.9",
         'triton>=3.7; platform_system == "Linux"',  # interprets slime_loss.kernels on the CPU

@@ -123,22 +123,29 @@ def printable(text: str) -> str:
 
 
 class BadRowsError(Exception):
-    """Rollout data that must not be trained on.
+    """Data that must not be trained on.
 
     Args:
         errors: The first errors found, in the order of files and lines.
         num_errors: How many there were in all (None: as many as `errors`).
+        what: What the rows are.
     """
 
-    def __init__(self, errors: Sequence[RowError], num_errors: int | None = None) -> None:
+    def __init__(
+        self,
+        errors: Sequence[RowError],
+        num_errors: int | None = None,
+        what: str = "rollout data",
+    ) -> None:
         self.errors = list(errors)
         self.num_errors = len(self.errors) if num_errors is None else num_errors
-        super().__init__(self.errors, self.num_errors)
+        self.what = what
+        super().__init__(self.errors, self.num_errors, what)
 
     def __str__(self) -> str:
         """The first errors, one a line, then how many more there are."""
         shown = self.errors[:NUM_ERRORS_SHOWN]
-        lines = [f"rollout data has {self.num_errors} error(s):", *(f"  {e}" for e in shown)]
+        lines = [f"{self.what} has {self.num_errors} error(s):", *(f"  {e}" for e in shown)]
         hidden = self.num_errors - len(shown)
         if hidden:
             lines.append(f"  ... and {hidden} more")

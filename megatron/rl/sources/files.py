@@ -14,6 +14,7 @@ from megatron.rl.samples import BadRowsError, RowRules, Sample
 from megatron.rl.sources.cache import UnitCache
 from megatron.rl.sources.formats import RowFile, open_rows
 from megatron.rl.sources.index import checksum_of
+from megatron.rl.sources.order import epoch_order
 from megatron.rl.sources.row import BadFileError, BrokenRuleError
 from megatron.rl.sources.rules import check_row, make_sample
 from megatron.rl.sources.scan import error_of
@@ -89,7 +90,7 @@ class RolloutFiles:
             reader = open_rows(path, self._cache, trust_pickle=self._trust_pickle)
             raws = reader.read([int(self.rows["place"][position]) for position in positions])
         except (BadFileError, OSError, IndexError) as error:
-            raise _changed(path, 0, error) from error
+            raise changed_error(path, 0, error) from error
         for position, raw in zip(positions, raws, strict=True):
             yield self._sample(reader, path, self.rows[position], raw)
 
@@ -99,12 +100,12 @@ class RolloutFiles:
             row = reader.decode(raw)
             check_row(row, self.rules)
         except BrokenRuleError as fault:
-            raise _changed(path, line, fault) from fault
+            raise changed_error(path, line, fault) from fault
         lengths = (len(row.tokens), row.response_length)
         if lengths != (entry["total_length"], entry["response_length"]):
-            raise _changed(path, line, f"{lengths} tokens and response tokens")
+            raise changed_error(path, line, f"{lengths} tokens and response tokens")
         if checksum_of(row) != entry["checksum"]:
-            raise _changed(path, line, "other tokens, another loss mask or other numbers per token")
+            raise changed_error(path, line, "other tokens, another mask or other numbers per token")
         return make_sample(row, entry, origin=f"{path}:{line}")
 
 
@@ -201,18 +202,14 @@ class FileSource:
         return f" (the last one {rest})" if rest else ""
 
     def _order(self, epoch: int) -> np.ndarray:
-        """The groups in the order of one epoch.
-
-        Sorts raw 64-bit draws: numpy keeps a bit generator's stream for good, `permutation`'s it
-        may change, and a resumed run must go on in the same order.
-        """
+        """The groups in the order of one epoch."""
         if not self._shuffle:
             return np.arange(self.num_groups)
-        draws = np.random.PCG64([self._seed, epoch]).random_raw(self.num_groups)
-        return np.argsort(draws, kind="stable")
+        return epoch_order(self.num_groups, self._seed, epoch)
 
 
-def _changed(path: str, line: int, found: object) -> BadRowsError:
+def changed_error(path: str, line: int, found: object) -> BadRowsError:
+    """The error of a file that is not what it was when it was checked."""
     rule = f"must be the file that was checked when the run began ({found})"
-    fault = BadFileError(rule, "changed", "keep rollout files as they are while a run reads them")
+    fault = BadFileError(rule, "changed", "keep files as they are while a run reads them")
     return BadRowsError([error_of(fault, path, line)])

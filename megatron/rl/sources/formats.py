@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from megatron.rl.sources.cache import UnitCache
-from megatron.rl.sources.row import BadFileError, Row
+from megatron.rl.sources.row import FIELDS, BadFileError, Row
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pt")
 _COMPRESSED = {
@@ -55,13 +55,16 @@ class RowFile(Protocol):
         ...
 
 
-def open_rows(path: str, cache: UnitCache, *, trust_pickle: bool = False) -> RowFile:
+def open_rows(
+    path: str, cache: UnitCache, *, trust_pickle: bool = False, columns: Sequence[str] = FIELDS
+) -> RowFile:
     """The reader of a file, chosen by its suffix.
 
     Args:
         path: A file; it must be a regular one that holds something.
         cache: Where units that can only be read whole are kept between calls.
         trust_pickle: Let a slime dump run code while it is read.
+        columns: What is read of a Parquet file, which must have one of them.
 
     Raises:
         BadFileError: It is missing, unreadable, not regular, empty, compressed, or unknown.
@@ -72,7 +75,7 @@ def open_rows(path: str, cache: UnitCache, *, trust_pickle: bool = False) -> Row
     if suffix == ".parquet":
         from megatron.rl.sources.parquet import ParquetRows
 
-        return ParquetRows(path, cache)
+        return ParquetRows(path, cache, columns)
     if suffix == ".pt":
         from megatron.rl.sources.slime_dump import SlimeDump
 

@@ -20,6 +20,7 @@ from megatron.rl.sources.formats import Part
 from megatron.rl.sources.row import (
     FIELDS,
     FIXES,
+    FREE_FIX,
     MAX_ROW_ITEMS,
     BadFileError,
     Row,
@@ -32,9 +33,15 @@ MAX_GROUP_VALUES = 1 << 28
 
 
 class ParquetRows:
-    """A Parquet file of rows."""
+    """A Parquet file of rows.
 
-    def __init__(self, path: str, cache: UnitCache) -> None:
+    Args:
+        path: The file.
+        cache: Where row groups are kept.
+        columns: What is read of it; it must have one of them.
+    """
+
+    def __init__(self, path: str, cache: UnitCache, columns: Sequence[str] = FIELDS) -> None:
         self._path = path
         self._cache = cache
         with _reading(), pq.ParquetFile(path) as file:
@@ -45,15 +52,14 @@ class ParquetRows:
         if counted != num_rows or any(group.num_rows < 0 for group in groups):
             raise _unreadable(f"{num_rows} rows, {counted} of them in row groups")
         self._names = set(names)
-        self._columns = [name for name in names if name in FIELDS]
+        self._columns = [name for name in names if name in columns]
         for name, count in Counter(self._columns).items():
             if count > 1:
                 rule = f"must have column {name} once"
                 raise BadFileError(rule, f"{count} times", "keep one of them")
         if not self._columns:
-            raise BadFileError(
-                "must have the columns of a rollout row", "none of them", f"see {FIELDS[:4]}"
-            )
+            fix = f"name columns as the fields are called: {', '.join(columns[:4])}"
+            raise BadFileError("must have a column that is read", "none of them", fix)
         self._starts = [0, *accumulate(group.num_rows for group in groups)]
         self._sizes = [group.total_byte_size for group in groups]
 
@@ -138,14 +144,14 @@ def _converted(name: str, column: pa.Array) -> list[Any]:
         raise BadFileError(rule, "other bytes", fix) from None
     except (ValueError, OverflowError):  # times that Python has no form for
         rule = f"must have values that JSON has in column {name}"
-        raise BadFileError(rule, column.type, FIXES[name]) from None
+        raise BadFileError(rule, column.type, FIXES.get(name, FREE_FIX)) from None
 
 
 def _check_lengths(name: str, column: pa.Array) -> None:
     longest = max(column.value_lengths().drop_null().to_pylist(), default=0)
     if longest > MAX_ROW_ITEMS:
         rule = f"must have at most {MAX_ROW_ITEMS} items a row in column {name}"
-        raise BadFileError(rule, f"{longest} items", FIXES[name])
+        raise BadFileError(rule, f"{longest} items", FIXES.get(name, FREE_FIX))
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -164,7 +164,7 @@ def test_what_is_no_parquet_file_is_refused(
 
 
 def test_other_columns_and_no_rows_are_refused(write_parquet: WriteParquet) -> None:
-    with pytest.raises(BadRowsError, match="must have the columns of a rollout row"):
+    with pytest.raises(BadRowsError, match="must have a column that is read"):
         check_rollouts([write_parquet([{"text": "a"}])], RULES)
     with pytest.raises(BadRowsError, match=r"1 error\(s\):\n.*must be given \(or prompt_ids"):
         check_rollouts([write_parquet([{"reward": 1.0}])], RULES)
