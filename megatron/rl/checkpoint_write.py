@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.rl.checkpoint_files import CONFIG, CheckpointError, step_directory
 from megatron.rl.checkpoint_keep import Keep, clear_leftovers, publish
 from megatron.rl.checkpoint_manifest import FileMark, mark, write_manifest
+from megatron.rl.core_versions import SINCE_0_19
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_info
 
@@ -78,7 +79,11 @@ class Saver:
         partial = self._on_writer(lambda: self._new_directory(step), step)
         # core's own queue is served by a process that would outlive a killed rank
         filesystem_async._results_queue = queue.Queue()
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        # from 0.19 on core's default is the writer of another package
+        own_writer = {"async_strategy": "mcore"} if SINCE_0_19 else {}
+        request = dist_checkpointing.save(
+            state, str(partial), async_sharded_save=True, **own_writer
+        )
         assert request is not None
         written = _Written()
         buckets = _staged(request, copy=self.in_background)
@@ -197,6 +202,9 @@ def _write(request: AsyncRequest, buckets: list[Any], written: _Written) -> None
                 raise outcome[number]
             path = Path(bucket[0])
             written.marks[path.name] = mark(path)
-    except Exception as error:  # whatever it is, all ranks must hear of it
+    except Exception as caught:  # whatever it is, all ranks must hear of it
+        error: BaseException = caught
+        while error.__context__ is not None:  # torch reports its own surprise on top
+            error = error.__context__
         written.error = f"{type(error).__name__}: {error}"
     results.put(outcome)

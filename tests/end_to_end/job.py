@@ -141,7 +141,8 @@ def _everything(checkpoint: Path) -> dict[str, Any]:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    common = torch.load(checkpoint / "common.pt", weights_only=True)
+    path = checkpoint / "common.pt"  # which later cores keep in the shards
+    common = torch.load(path, weights_only=True) if path.exists() else {}
     return dict(_flat(state)) | dict(_flat(common, "common."))
 
 

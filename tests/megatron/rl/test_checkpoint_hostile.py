@@ -21,11 +21,14 @@ from megatron.rl import checkpoint
 from megatron.rl.checkpoint import Checkpointer, Progress
 from megatron.rl.checkpoint_files import REPLACED, TRACKER, CheckpointError, find_checkpoint
 from megatron.rl.checkpoint_manifest import MANIFEST, write_manifest
+from megatron.rl.core_versions import SINCE_0_19
 from tests.megatron.rl.running import running
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 from tests.spawn import run_on_ranks
 
-FILES = ("common.pt", ".metadata", "metadata.json", "config.yaml", MANIFEST, "__0_1.distcp")
+COMMON = () if SINCE_0_19 else ("common.pt",)
+"""Later cores keep what is common to all ranks in the shards."""
+FILES = (*COMMON, ".metadata", "metadata.json", "config.yaml", MANIFEST, "__0_0.distcp")
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
@@ -158,7 +161,7 @@ CASES = {
         lambda root: into_dangling_link(newest(root)), 2, f"{MANIFEST} is missing"
     ),
     "file a directory": Case(
-        lambda root: into_directory(newest(root) / "common.pt"), 2, "common.pt is missing"
+        lambda root: into_directory(newest(root) / "config.yaml"), 2, "config.yaml is missing"
     ),
     "no directory": Case(into_file, None, "{root} cannot be read: Not a directory"),
     "half replaced": Case(lambda root: newest(root).rename(f"{newest(root)}{REPLACED}"), 4, ""),
@@ -192,7 +195,7 @@ CASES = {
         remarked("common.pt", lambda _: b"garbage"), None, "cannot be loaded into this run"
     ),
     "no shard": Case(
-        remarked("__0_1.distcp", lambda _: b"garbage"), None, "cannot be loaded into this run"
+        remarked("__0_0.distcp", lambda _: b"garbage"), None, "cannot be loaded into this run"
     ),
     "no version": Case(
         remarked("metadata.json", lambda _: b"{}"), None, "cannot be loaded into this run"
@@ -208,6 +211,11 @@ CASES = {
         "must be a checkpoint of this trainer",
     ),
 }
+
+
+if SINCE_0_19:
+    for case_of_common in ("evil common.pt", "no pickle common.pt", "other program", "no mapping"):
+        del CASES[case_of_common]
 
 
 def proof(root: Path) -> Path:
