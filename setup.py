@@ -34,7 +34,7 @@ EXTRAS = {
     "hf": ["transformers>=5.24", "accelerate>=1.0", "gguf>=0.19"],  # tools/smollm2.py
     "bench": ["cut-cross-entropy>=25.1", "liger-kernel>=0.8", "trl>=1.16"],
     "parquet": ["pyarrow>=17.0"],
-    "tasks": ["reasoning-gym>=0.1.25"],
+    "tasks": ["reasoning-gym>=0.1.25", "math-verify>=0.9"],
     "text": ["transformers>=5.24", "sentencepiece>=0.2", "tiktoken>=0.9"],
     "engine": ["httpx2>=2.16.2"],  # rollouts from servers
     "plot": ["matplotlib>=3.9"],
@@ -52,6 +52,7 @@ EXTRAS = {
         "mbridge>=0.15.1,<0.16",
         "einops>=0.8",
         "reasoning-gym>=0.1.25",
+        "math-verify>=0.9",
         "sentencepiece>=0.2",
         "tiktoken>=0.9",
         'triton>=3.7; platform_system == "Linux"',  # interprets slime_loss.kernels on the CPU
