@@ -248,4 +248,5 @@ def _checked_messages(given: list[Any], key: str) -> Messages:
             rule = "must have a role and a content that are text"
             fix = "write {role, content} for each message"
             raise BrokenRuleError(f"{key}[{position}]", rule, message, fix)
-    return given
+    # Parquet gives each message the names of all; a template asks which are there
+    return [{k: v for k, v in message.items() if v is not None} for message in given]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Event, Timer
+from threading import Event, Lock, Timer
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -167,10 +167,13 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they do; responses that wait for one are not scored."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.refuse()
+        self._threads.shutdown()
         for worker in self._workers:
             worker.end()
-        self._threads.shutdown()
 
     def _ask(self, sample: RewardInput) -> Answer:
         worker = self._idle.get()
@@ -192,19 +195,25 @@ class _Worker:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._starting = Lock()
 
     def start(self) -> None:
         """Start the process and wait until it has loaded the function.
 
         Raises:
             ConfigError: It cannot.
+            RewardError: The pool is closed.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what it starts can be killed with it
-        )
+        with self._starting:  # and closing: a process that is not known would never end
+            if self._closed:
+                raise RewardError("the pool must be open to score: it was closed")
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that what it starts can be killed with it
+            )
         given = (self._config.reward, self._config.reward_key)
         answer = self._exchange([sys.path, given], START_SECONDS, "import")
         if answer != READY:
@@ -224,10 +233,16 @@ class _Worker:
         """Kill the process, together with all that it started."""
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:  # else its number may be another one's by now
-                _kill(process)
+            _kill_running(process)
             with suppress(BrokenPipeError), process:  # closes its pipes and waits for its end
                 pass
+
+    def refuse(self) -> None:
+        """Kill the process, so that a thread which waits for it goes on, and start none again."""
+        with self._starting:
+            self._closed = True
+        if self._process is not None:
+            _kill_running(self._process)
 
     def _exchange(self, requests: Sequence[Any], limit: float, what: str) -> Answer:
         """Send requests and wait for an answer; the process is killed when the time is over.
@@ -250,14 +265,19 @@ class _Worker:
             for request in requests:
                 pickle.dump(request, process.stdin)
             process.stdin.flush()
-            return pickle.load(process.stdout)
+            answer = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            late.cancel()
-            if expired.is_set():
-                return f"took more than {limit:g} s to {what}"
-            return f"its process ended ({_exit_of(process)})"
+            answer = None
         finally:
             late.cancel()
+            late.join()
+        if answer is not None and not expired.is_set():
+            return answer
+        ended = _exit_of(process)  # waited for, or the next response would go to it
+        if answer is not None:
+            return answer
+        late_by = f"took more than {limit:g} s to {what}"
+        return late_by if expired.is_set() else f"its process ended ({ended})"
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:
@@ -272,6 +292,11 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_running(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:  # else its number may be another one's by now
+        _kill(process)
 
 
 def _parts(answers: Sequence[Answer]) -> dict[str, np.ndarray]:

@@ -71,7 +71,8 @@ class TestRows:
         assert (text_of(prompt), prompt.label, prompt.metadata) == ("a", "7", {"x": 1})
 
     def test_parquet_gives_the_same(self, write: Write, tmp_path: Path) -> None:
-        rows = [{"prompt": DIALOGUE, "label": str(i), "metadata": {"n": i}} for i in range(10)]
+        named = [DIALOGUE[0], DIALOGUE[1] | {"name": "me"}]
+        rows = [{"prompt": named, "label": str(i), "metadata": {"n": i}} for i in range(10)]
         path = str(tmp_path / "prompts.parquet")
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
         fields = {"label_key": "label", "apply_chat_template": True}
@@ -81,6 +82,7 @@ class TestRows:
         for ours, theirs in zip(parquet.read(order), jsonl.read(order), strict=True):
             assert text_of(ours) == text_of(theirs)
             assert (ours.label, ours.metadata) == (theirs.label, theirs.metadata)
+            assert ours.messages == theirs.messages == named
 
     def test_blank_lines_are_no_rows(self, write: Write) -> None:
         files = check(write([b"", {"prompt": "a"}, b"  ", {"prompt": "b"}]))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,21 @@ class TestPool:
         assert found.errors == (SampleError(7, "took more than 5 s to score"),)
         assert found.scored.tolist() == [False, True]
         assert not is_alive(file.read_text())
+
+    def test_closing_does_not_wait(self, tmp_path: Path) -> None:
+        files = [tmp_path / str(i) for i in range(20)]
+        hung = [sample("hang", metadata={"file": str(file)}) for file in files]
+        pool = RewardPool(config(time_limit=1e6, num_workers=2))
+        with ThreadPoolExecutor(1) as thread:
+            scored = thread.submit(pool.score, hung)
+            while not (files[1].exists() and files[1].read_text()):
+                time.sleep(0.1)
+            pool.close()
+            assert scored.exception() is not None
+        assert [file.exists() for file in files] == [True, True] + [False] * 18
+        assert not is_alive(files[1].read_text())
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            pool.score([sample("one")])
 
     def test_what_hangs_ends_with_the_run(self, tmp_path: Path) -> None:
         file = tmp_path / "pid"
