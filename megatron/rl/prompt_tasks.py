@@ -1,6 +1,7 @@
 """Prompts that a task makes: as many as are wanted, and others for evaluation.
 
-Item i of a task depends on its parameters and `seed + i` alone, so nothing is kept in memory.
+Item i of a task depends on its parameters, `seed + i` and for few tasks on the size, so nothing is
+kept in memory.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class TaskPrompts:
             "task": config.task,
             "task_parameters": config.task_parameters,
             "seed": self._seed,
+            "size": config.size,
             "item": item,
         }
         given = self._with_system_prompt(entry["question"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -100,13 +101,14 @@ class TaskReward:
         if metadata.get("task", self._name) != self._name:
             rule = f"must be of the task {self._name}"
             raise ValueError(f"metadata {rule}: task={metadata['task']!r}")
-        answer = extract_answer(sample.response)
+        task = self._task
         if "item" in metadata:
-            parameters = tuple(sorted(metadata["task_parameters"].items()))
-            entry = _item(self._name, _Hashed(parameters), metadata["seed"], metadata["item"])
+            parameters = json.dumps(metadata["task_parameters"], sort_keys=True)
+            made = (self._name, parameters, metadata["seed"], metadata["size"])
+            task, entry = _task(*made), _item(*made, metadata["item"])
         else:
             entry = {"question": sample.prompt, "answer": _label_of(sample), "metadata": metadata}
-        return float(self._task.score_answer(answer, entry))
+        return float(task.score_answer(extract_answer(sample.response), entry))
 
 
 def reward_of(value: Any, reward_key: str | None) -> tuple[float, dict[str, float]]:
@@ -186,21 +188,13 @@ def _load_own(name: str) -> Reward:
     return function
 
 
-class _Hashed:
-    """A value of which equal ones are cached together, whether or not it can be hashed."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self._text = repr(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+@lru_cache(maxsize=8)
+def _task(name: str, parameters: str, seed: int, size: int) -> Any:
+    """The task that made an item; some choose an item by its place among all."""
+    return make_task(name, json.loads(parameters), seed, size)
 
 
 @lru_cache(maxsize=64)
-def _item(name: str, parameters: _Hashed, seed: int, item: int) -> dict[str, Any]:
+def _item(name: str, parameters: str, seed: int, size: int, item: int) -> dict[str, Any]:
     """The item of a task; the samples of a group ask for the same one."""
-    return make_task(name, dict(parameters.value), seed, item + 1)[item]
+    return _task(name, parameters, seed, size)[item]

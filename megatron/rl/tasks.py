@@ -10,7 +10,7 @@ from megatron.rl.extras import import_extra
 
 
 def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> Any:
-    """A dataset of reasoning-gym, whose item i depends on `seed + i` and the parameters alone.
+    """A dataset of reasoning-gym: item i depends on `seed + i`, the parameters and, rarely, size.
 
     Args:
         name: What reasoning-gym calls it.

@@ -236,6 +236,7 @@ class TestTasks:
             "task": "chain_sum",
             "task_parameters": {"max_terms": 2},
             "seed": 0,
+            "size": 50,
             "item": 7,
         }
         assert len(prompts) == 50
