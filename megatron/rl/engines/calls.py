@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.rl.engines.http_config import HttpEngineConfig
 
 GONE_STATUSES = (502, 503, 504)
-"""A gateway without a server behind it, or a server that still loads."""
+"""A gateway without a server behind it, or a server that still loads or has too much to do."""
 PASSING_STATUSES = (408, 429)
 """Refusals that pass: too slow, too many."""
 MAX_SHOWN = 500
@@ -23,7 +23,17 @@ MAX_SHOWN = 500
 
 
 class OutageError(Exception):
-    """The server is not there; it is no fault of the request."""
+    """The server is not there; it is no fault of the request.
+
+    Args:
+        what: What happened.
+        no_connection: Nobody took the connection, so that the server will be another process when
+            it is back; otherwise one said that it cannot serve now.
+    """
+
+    def __init__(self, what: str, *, no_connection: bool) -> None:
+        super().__init__(what)
+        self.no_connection = no_connection
 
 
 class PassingError(Exception):
@@ -126,13 +136,14 @@ async def _response(call: Awaitable[httpx2.Response], timeout_s: float) -> httpx
         async with asyncio.timeout(timeout_s):
             response = await call
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-        raise OutageError(f"no connection: {_named(error)}") from error
+        raise OutageError(f"no connection: {_named(error)}", no_connection=True) from error
     except TimeoutError as error:
         raise PassingError(f"no answer within {timeout_s:g} s") from error
     except httpx2.TransportError as error:
         raise PassingError(f"the connection was lost: {_named(error)}") from error
     if response.status_code in GONE_STATUSES:
-        raise OutageError(f"HTTP {response.status_code}: {_message(response)}")
+        what = f"HTTP {response.status_code}: {_message(response)}"
+        raise OutageError(what, no_connection=False)
     return response
 
 

@@ -78,7 +78,9 @@ class Patience:
             EngineError: All servers were gone for too long.
         """
         now = time.monotonic()
-        server.last_error, server.is_stale, server.kind = str(error), True, None
+        server.last_error = str(error)
+        if isinstance(error, OutageError) and error.no_connection:
+            server.is_stale, server.kind = True, None
         if server.down_since is None:
             server.down_since = now
         if started >= server.resume_at:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from megatron.rl.engines.http_config import HttpEngineConfig
 
-WEIGHTS_NAME = re.compile(r"weights_\d+")
+WEIGHTS_NAME = re.compile(r"weights_\d+|\.weights_\d+\.partial")
 DIALECTS: Mapping[str, type[SglangDialect | OpenaiDialect]] = {
     "sglang": SglangDialect,
     "openai": OpenaiDialect,

@@ -22,10 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
+from tests.megatron.rl.engines.served import Model
+
 ROOT = Path(__file__).parents[4]
 START_TIMEOUT_S = 240.0
-LOADING = threading.Lock()
-"""transformers changes what is global while it loads a model."""
 SETTINGS = {
     "log_probs": "scaled",  # after the temperature; raw: before it; processed: among the kept
     "kept": "top_p_token_ids",  # sampling_mask, none: how /generate names the kept ids
@@ -41,12 +43,15 @@ class EngineServers:
     Args:
         model: Hugging Face directory that is served first.
         num_ports: How many servers there seem to be.
+        at: The first one's port; 0: any.
     """
 
-    def __init__(self, model: Path, num_ports: int = 2) -> None:
+    def __init__(self, model: Path, num_ports: int = 2, at: int = 0) -> None:
         module = "tests.megatron.rl.engines.server"
         command = [sys.executable, "-m", module, str(model), "--ports", str(num_ports)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        command += ["--at", str(at)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -87,59 +92,9 @@ class EngineServers:
         """End the process."""
         self._process.kill()
         self._process.wait(timeout=30)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
-class Model:
-    """Weights that draw."""
-
-    def __init__(self, directory: str) -> None:
-        from transformers import LlamaForCausalLM
-
-        with LOADING:
-            self.weights = LlamaForCausalLM.from_pretrained(directory).eval()
-
-    def draw(self, prompt: list[int], params: dict[str, Any], log_probs: str) -> dict[str, list]:
-        """Tokens of one response, with their log-probs, the kept ids and the likeliest ids."""
-        import torch
-
-        generator = torch.Generator().manual_seed(params["seed"] or 0)
-        drawn: dict[str, list] = {"ids": [], "log_probs": [], "kept": [], "likeliest": []}
-        while len(drawn["ids"]) < params["num_tokens"]:
-            with LOADING, torch.inference_mode():
-                logits = self.weights(torch.tensor([prompt + drawn["ids"]])).logits[0, -1].double()
-            temperature = params["temperature"] or 1.0
-            scaled = logits / temperature
-            kept = keep(scaled.softmax(-1), params["top_p"], params["top_k"])
-            allowed = torch.full_like(scaled, -torch.inf)
-            allowed[kept] = scaled[kept]
-            source = {"scaled": scaled, "raw": logits, "processed": allowed}[log_probs]
-            said = source.log_softmax(-1)
-            probabilities = allowed.softmax(-1)
-            if params["temperature"] == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial(probabilities, 1, generator=generator))
-            top = said.topk(5)
-            drawn["ids"].append(token)
-            drawn["log_probs"].append(float(said[token]))
-            drawn["kept"].append(kept)
-            drawn["likeliest"].append(list(zip(*(part.tolist() for part in top), strict=True)))
-            if token in params["stops"]:
-                break
-        return drawn
-
-
-def keep(probabilities: Any, top_p: float, top_k: int) -> list[int]:
-    """Ids of the likeliest tokens before which less than top_p is held, at most top_k of them."""
-    total, kept = 0.0, []
-    for token in probabilities.argsort(descending=True).tolist():
-        if total >= top_p or (top_k > 0 and len(kept) >= top_k):
-            break
-        kept.append(token)
-        total += float(probabilities[token])
-    return sorted(kept)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
 
 
 @dataclass
@@ -392,15 +347,14 @@ def at(answer: Any, path: list[str]) -> Any:
 
 
 def main() -> None:
-    """Serve until killed."""
+    """Serve until killed, or until nobody holds the other end of stdin."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--ports", type=int, required=True)
+    parser.add_argument("--at", type=int, default=0)
     args = parser.parse_args()
-    import torch
-
     torch.set_num_threads(1)
-    ports = [Port(args.model) for _ in range(args.ports)]
+    ports = [Port(args.model, number=args.at if i == 0 else 0) for i in range(args.ports)]
     for port in ports:
         port.start()
 
@@ -412,7 +366,8 @@ def main() -> None:
     control = Server(("127.0.0.1", 0), Control)
     sys.stdout.write(json.dumps([control.server_port, *(port.number for port in ports)]) + "\n")
     sys.stdout.flush()
-    control.serve_forever()
+    threading.Thread(target=control.serve_forever, daemon=True).start()
+    sys.stdin.read()  # ends when whoever started this is gone
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def test_only_rank_0_asks(servers: EngineServers, tmp_path: Path) -> None:
 def test_refresh_sends_the_weights_and_removes_older_ones(
     servers: EngineServers, tmp_path: Path, config: dict
 ) -> None:
-    (tmp_path / "weights_0000003").mkdir()  # left over by a run that ended
+    for left_over in ("weights_0000003", "weights_0000009", ".weights_0000008.partial"):
+        (tmp_path / left_over).mkdir()  # by a run that was killed
     (tmp_path / "mine").mkdir()
     engine = engine_for(
         servers, num_urls=2, export=write_other, weights_dir=str(tmp_path), **config

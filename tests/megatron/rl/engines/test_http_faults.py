@@ -1,9 +1,14 @@
 """Servers that fail: by themselves, for a while, or for good."""
 
 import logging
+import random
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,6 +59,7 @@ EVERY = [
     for name, (fault, message) in (half | PASSING).items()
 ]
 SAMPLING = Sampling(4)
+export_other = partial(write_llama, seed=1)
 
 
 @contextmanager
@@ -112,10 +118,7 @@ def test_a_prompt_that_the_server_changes_is_refused(servers: EngineServers) -> 
 def test_a_server_that_is_gone_for_a_while_is_waited_for(
     servers: EngineServers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def export(path: Path) -> None:
-        write_llama(path, seed=1)
-
-    engine = engine_for(servers, export=export, weights_dir=str(tmp_path), retries=3)
+    engine = engine_for(servers, export=export_other, weights_dir=str(tmp_path), retries=3)
     engine.refresh(3)
     expected = engine.generate(requests(6), SAMPLING)
     with caplog.at_level(logging.INFO, logger="megatron.rl"):
@@ -127,6 +130,75 @@ def test_a_server_that_is_gone_for_a_while_is_waited_for(
     assert len(waits) == 1
     assert f"waiting for {servers.urls[0]}, gone 0 s of at most 60: no connection" in waits[0]
     assert any(f"{servers.urls[0]} is back after" in message for message in caplog.messages)
+
+
+def test_a_server_that_says_it_is_busy_keeps_its_weights(
+    servers: EngineServers, tmp_path: Path
+) -> None:
+    engine = engine_for(servers, export=export_other, weights_dir=str(tmp_path))
+    engine.refresh(3)
+    fault = {"kind": "status", "status": 503, "message": "the queue is full", "count": 2}
+    servers.tell(0, faults=[fault])
+    engine.generate(requests(3), SAMPLING)
+    paths = [body["path"] for body in servers.tell(0)["bodies"]]
+    assert paths.count("/update_weights_from_disk") == 1
+
+
+@pytest.mark.slow
+def test_two_servers_may_be_gone_for_a_minute(servers: EngineServers, tmp_path: Path) -> None:
+    engine = engine_for(
+        servers,
+        num_urls=2,
+        export=export_other,
+        weights_dir=str(tmp_path),
+        max_backoff_s=10.0,
+        gone_limit_s=300.0,
+    )
+    engine.refresh(3)
+    expected = engine.generate(requests(6), SAMPLING)
+    for port in range(2):
+        servers.tell(port, gone_s=60.0)
+    assert_same(engine.generate(requests(6), SAMPLING), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_mixture_of_faults_changes_what_is_drawn(
+    servers: EngineServers, kind: str, seed: int
+) -> None:
+    expected = engine_for(servers, type=kind).generate(requests(40), SAMPLING)
+    draw = random.Random(seed)
+    half = HALF_NATIVE if kind == "sglang" else HALF_OPENAI
+    kinds = [{"kind": "spoiled"} | fault for fault, _ in half.values()]
+    kinds += [fault for fault, _ in PASSING.values()]
+    kinds += [{"kind": "status", "status": 503, "message": "loading"}, {"kind": "none"}]
+    for port in range(2):
+        faults = [draw.choice(kinds) | {"count": draw.randint(1, 3)} for _ in range(30)]
+        servers.tell(port, faults=faults)
+    engine = engine_for(
+        servers, num_urls=2, type=kind, concurrency=4, retries=60, request_timeout_s=1.0
+    )
+    leave = threading.Timer(draw.uniform(0, 2), servers.tell, [0], {"gone_s": 1.0})
+    leave.start()
+    assert_same(engine.generate(requests(40), SAMPLING), expected)
+    leave.join()
+    # The next test finds it there again.
+    engine_for(servers).generate(requests(1), SAMPLING)
+
+
+@pytest.mark.slow
+def test_a_server_process_may_be_killed_and_started_again(model_path: Path) -> None:
+    first = EngineServers(model_path, num_ports=1)
+    sampling = Sampling(100)
+    expected = engine_for(first).generate(requests(8), sampling)
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(engine_for(first, concurrency=4).generate, requests(8), sampling)
+        while first.tell(0)["calls"] < 8 + 5:  # one is done, others are under way
+            time.sleep(0.01)
+        first.close()
+        with EngineServers(model_path, num_ports=1, at=first.ports[0]):
+            assert_same(drawn.result(timeout=120), expected)
 
 
 def test_the_other_server_works_while_one_is_gone(servers: EngineServers) -> None:
@@ -147,12 +219,9 @@ def test_gone_for_too_long_names_servers_error_and_fix() -> None:
 def test_a_server_without_weights_is_left_behind_while_another_has_them(
     servers: EngineServers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def export(path: Path) -> None:
-        write_llama(path, seed=1)
-
     with closed_port() as url, caplog.at_level(logging.INFO, logger="megatron.rl"):
         engine = engine_at(
-            (url, servers.urls[1]), gone_limit_s=0.2, export=export, weights_dir=str(tmp_path)
+            (url, servers.urls[1]), gone_limit_s=0.2, export=export_other, weights_dir=str(tmp_path)
         )
         engine.refresh(2)
     assert f"gone, so without the new weights until they are back: {url}" in caplog.messages
