@@ -119,11 +119,19 @@ def completion_of(
         raise HalfAnswerError(f"the response was not finished: finish_reason={drawn.finish!r}")
     if not 1 <= num_tokens <= limit:
         raise HalfAnswerError(f"a response must have 1 to {limit} tokens: tokens={num_tokens}")
+    is_stop = np.isin(drawn.tokens, sampling.stop_token_ids)
+    if is_stop[:-1].any():
+        raise HalfAnswerError(
+            f"the response must end with its first stop token: tokens={shown(str(drawn.tokens))}, "
+            f"stop_token_ids={sampling.stop_token_ids}"
+        )
+    # A server may call a stop token in the last place that there is the end by length.
+    is_completed = drawn.finish == "stop" or bool(is_stop[-1])
     return Completion(
         index=request.index,
         tokens=drawn.tokens,
         log_probs=drawn.log_probs,
-        status="completed" if drawn.finish == "stop" else "truncated",
+        status="completed" if is_completed else "truncated",
         kept_ids=drawn.kept_ids,
         kept_offsets=drawn.kept_offsets,
         weight_version=int(version) if version is not None and version.isdecimal() else None,

@@ -15,6 +15,7 @@ sources and in slime's client and patches; no such server has been asked yet. In
   `return_sampling_mask` by `output_token_sampling_mask`, a list of ids for each token, and
   `output_token_sampling_logprobs`.
 * The model's own end token ends a response beside `stop_token_ids`; `ignore_eos` switches off both.
+  A stop token at the longest length is "length".
 """
 
 from __future__ import annotations

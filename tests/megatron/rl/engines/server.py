@@ -269,7 +269,7 @@ def native_answer(port: Port, body: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": len(body["input_ids"]),
         "completion_tokens": len(ids),
         "finish_reason": {"type": "stop", "matched": ids[-1]}
-        if ids[-1] in stops
+        if ids[-1] in stops and len(ids) < params["num_tokens"]  # it looks at the length first
         else {"type": "length", "length": len(ids)},
         "output_token_logprobs": [
             [log_prob, token, None] for log_prob, token in zip(drawn["log_probs"], ids, strict=True)

@@ -154,6 +154,11 @@ def test_answers_that_are_not_whole_are_named(
         SglangDialect(config, 13).completion(with_meta(**changes), REQUEST, NUCLEUS)
 
 
+def test_a_response_that_goes_on_after_a_stop_token_is_refused() -> None:
+    with pytest.raises(HalfAnswerError, match="must end with its first stop token"):
+        SglangDialect(CONFIG).completion(NATIVE, REQUEST, Sampling(8, stop_token_ids=(11,)))
+
+
 def test_more_tokens_than_asked_for_are_refused() -> None:
     with pytest.raises(HalfAnswerError, match="must have 1 to 1 tokens: tokens=2"):
         SglangDialect(CONFIG).completion(NATIVE, REQUEST, Sampling(1))

@@ -33,6 +33,11 @@ def test_a_response_ends_with_a_stop_token_or_at_a_limit(servers: EngineServers,
         first = next(i for i, token in enumerate(one.tokens) if int(token) in stops)
         np.testing.assert_array_equal(other.tokens, one.tokens[: first + 1])
         assert (one.status, other.status) == ("truncated", "completed")
+    shortest = min(len(completion.tokens) for completion in stopped)
+    at_the_limit = engine.generate(asked, Sampling(shortest, stop_token_ids=stops))
+    for one, other in zip(stopped, at_the_limit, strict=True):
+        is_whole = len(one.tokens) == shortest
+        assert other.status == ("completed" if is_whole else "truncated")
     limited = engine.generate(asked, Sampling(6, max_length=4))
     lengths = [len(completion.tokens) for completion in limited]
     assert lengths == [2, 1, 0]
