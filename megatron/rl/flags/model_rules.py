@@ -301,11 +301,14 @@ DEVICE = (
         "an expert's bias in a way that has no gradient",
         "add --disable-bias-linear",
     ),
-    Rule(
-        "fp64",
-        lambda s: s.fp64 and any(s[name] for name in BELOW_FP64),
-        f"excludes {', '.join('--' + name.replace('_', '-') for name in BELOW_FP64)}",
-        "leave one of the two out",
+    *(
+        Rule(
+            name,
+            lambda s, name=name: s.fp64 and s[name],
+            "excludes --fp64",
+            "leave one of the two out",
+        )
+        for name in BELOW_FP64
     ),
     Rule(
         "attention_backend",
