@@ -152,7 +152,7 @@ class Saver:
         if self.grid.is_writer:
             try:
                 answer[0] = function()
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 answer[0] = f"rank 0: {error}"
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], str):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron.rl.checkpoint_manifest import CheckpointError
 from megatron.rl.signs import brief
 from megatron.rl.watch import Watch
 
@@ -126,5 +127,7 @@ def phase(
         raise
     except StepError as error:  # every rank has it
         raise type(error)(watch.once(str(error), place)) from error.__cause__
+    except CheckpointError as error:  # so it has this one
+        raise StepError(watch.once(f"{place}: {error}", place)) from None
     except (Exception, CheckpointException) as error:  # torch's own error is no Exception
         raise StepError(watch.explain(place, error)) from error

@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
+
+import pretrain_rl
+from megatron.rl import build, checkpoint_write, initialize, trainer
+from megatron.rl.step import Trainee
+from megatron.rl.stopping import Stop
+from megatron.rl.trainer import Trainer
 
 FAULT_STEP = 4
 """The first step of the second rollout of three steps each."""
@@ -29,12 +36,16 @@ class Fault:
     holds: bool = False
     everywhere: bool = False
 
+    def is_at(self, rank: int) -> bool:
+        """Whether it is planted on a rank."""
+        return self.everywhere or rank == self.rank
 
-def stop() -> None:
+
+def stop(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def kill() -> None:
+def kill(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -42,22 +53,26 @@ def sleep() -> None:
     time.sleep(1000)
 
 
-def fill_the_disk() -> None:
+def fill_the_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def in_training(harm: Callable[[], None]) -> Callable[[], None]:
+def nan_weight(trainee: Trainee) -> None:
+    """One weight of this rank is no number."""
+    weights = dict(trainee.chunks[0].named_parameters())
+    weights["module.decoder.layers.2.mlp.linear_fc1.weight"].data.view(-1)[7] = float("nan")
+
+
+def in_training(harm: Callable[[Trainee], None]) -> Callable[[], None]:
     """Harm at the beginning of the fault's step."""
 
     def plant() -> None:
-        from megatron.rl.step import Trainee
-
         before, steps = Trainee.step, []
 
         def step(self: Trainee, micro_batches: Any) -> Any:
             steps.append(1)
             if len(steps) == FAULT_STEP:
-                harm()
+                harm(self)
             return before(self, micro_batches)
 
         Trainee.step = step
@@ -65,37 +80,19 @@ def in_training(harm: Callable[[], None]) -> Callable[[], None]:
     return plant
 
 
-def nan_weight() -> None:
-    """One weight of this rank is no number when the fault's step begins."""
-    from megatron.rl.step import Trainee
-
-    before, steps = Trainee.step, []
-
-    def step(self: Trainee, micro_batches: Any) -> Any:
-        steps.append(1)
-        if len(steps) == FAULT_STEP:
-            dict(self.chunks[0].named_parameters())[
-                "module.decoder.layers.2.mlp.linear_fc1.weight"
-            ].data.view(-1)[7] = float("nan")
-        return before(self, micro_batches)
-
-    Trainee.step = step
-
-
-def before_call(module: str, name: str, harm: Callable[[], None]) -> Callable[[], None]:
-    """Harm in place of a function that a module of the trainer calls."""
+def before_call(
+    owner: ModuleType | type, name: str, harm: Callable[[], None]
+) -> Callable[[], None]:
+    """Harm before a function that a module, or a class, of the program has under a name."""
 
     def plant() -> None:
-        from importlib import import_module
-
-        of = import_module(module)
-        before = getattr(of, name)
+        before = getattr(owner, name)
 
         def harmed(*args: Any, **kwargs: Any) -> Any:
             harm()
             return before(*args, **kwargs)
 
-        setattr(of, name, harmed)
+        setattr(owner, name, harmed)
 
     return plant
 
@@ -104,8 +101,6 @@ def in_reading(change: Callable[[Any], Any]) -> Callable[[], None]:
     """Change the second rollout as the trainer reads it."""
 
     def plant() -> None:
-        from megatron.rl import trainer
-
         before = trainer.read_rollout
 
         def read(number: int, source: Any, config: Any, dp_rank: int) -> Any:
@@ -146,9 +141,6 @@ def other_token(source: Any) -> Any:
 
 def skipped_collective() -> None:
     """Go into the fault's step without asking whether the others do."""
-    from megatron.rl.stopping import Stop
-    from megatron.rl.trainer import Trainer
-
     before = Trainer._agree
 
     def agree(self: Trainer, rollout: Any, step: Any) -> Stop:
@@ -161,8 +153,6 @@ def skipped_collective() -> None:
 
 def waits_that_never_raise() -> None:
     """Collectives without a bound, as NCCL's are to the thread that waits, and a rank asleep."""
-    from megatron.rl import initialize
-
     initialize._group_timeout = lambda *_: timedelta(hours=1)
     if os.environ["RANK"] == "1":
         in_reading(asleep)()
@@ -178,11 +168,11 @@ FAULTS = {
     "other order": Fault(in_reading(other_order)),
     "other token": Fault(in_reading(other_token)),
     "collective skipped": Fault(skipped_collective),
-    "nan weight": Fault(nan_weight),
-    "killed at start-up": Fault(before_call("pretrain_rl", "parse_config", kill)),
-    "killed in old log-probs": Fault(before_call("megatron.rl.trainer", "old_outputs_of", kill)),
-    "stopped in advantages": Fault(before_call("megatron.rl.trainer", "compute", stop), holds=True),
-    "killed in loading": Fault(before_call("megatron.rl.build", "restore", kill)),
-    "disk full": Fault(before_call("megatron.rl.checkpoint", "architecture_of", fill_the_disk)),
+    "nan weight": Fault(in_training(nan_weight)),
+    "killed at start-up": Fault(before_call(pretrain_rl, "parse_config", kill)),
+    "killed in old log-probs": Fault(before_call(trainer, "old_outputs_of", kill)),
+    "stopped in advantages": Fault(before_call(trainer, "compute", stop), holds=True),
+    "killed in loading": Fault(before_call(build, "restore", kill)),
+    "disk full": Fault(before_call(checkpoint_write, "mark", fill_the_disk)),
     "never raises": Fault(waits_that_never_raise, holds=True, everywhere=True),
 }

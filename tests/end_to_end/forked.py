@@ -3,27 +3,23 @@
 A launcher process stands between, as torchrun would: it ends all ranks when one has failed.
 """
 
-import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import FrameType
 
 import psutil
-import torch
 from torch.distributed import TCPStore
 
-from tests.end_to_end.job import ROOT, Job
+from tests.end_to_end.job import Job
+from tests.end_to_end.rank import WARM, run_and_exit, say_into, take_place
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.end_to_end.forked", "megatron.rl.build"])
 PATIENCE_S = 20.0
 """Between SIGTERM and SIGKILL, for ranks that are left when one has failed."""
+AS_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 class ForkedJob(Job):
@@ -36,7 +32,6 @@ class ForkedJob(Job):
     """
 
     def __init__(self, arguments: list[str], *, ranks: int, log: Path) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._log = log
         self._log.touch()
         self._process = _Process(arguments, ranks, log)
@@ -50,7 +45,7 @@ class _Process:
     """What Job needs of subprocess.Popen."""
 
     def __init__(self, arguments: list[str], ranks: int, log: Path) -> None:
-        self._process = _CONTEXT.Process(target=_launch, args=(arguments, ranks, str(log)))
+        self._process = WARM.Process(target=_launch, args=(arguments, ranks, log))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -68,15 +63,14 @@ class _Process:
         self._process.kill()
 
 
-def _launch(arguments: list[str], ranks: int, log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+def _launch(arguments: list[str], ranks: int, log: Path) -> None:
+    say_into(log)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = {}
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            _be_rank(rank, ranks, store.port, arguments)
+            take_place(rank, ranks, store.port, **AS_TORCHRUN)
+            run_and_exit(arguments)
         children[child] = rank
     alive = set(children)
 
@@ -106,30 +100,3 @@ def _watch(alive: set[int]) -> int:
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.01)
     return failure if failure >= 0 else 128 - failure
-
-
-def _be_rank(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
-    """Run the program in this process, and end it without the launcher's cleanup."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-    torch.set_num_threads(1)
-    sys.argv = ["pretrain_rl.py", *arguments]
-    code = 1
-    try:
-        runpy.run_path(str(ROOT / "pretrain_rl.py"), run_name="__main__")
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

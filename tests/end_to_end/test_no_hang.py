@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.end_to_end.faults import FAULTS
-from tests.end_to_end.nursery import Nursery, Outcome
+from tests.end_to_end.nursery import Outcome, run_with_fault
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 
 SILENT = (
@@ -71,7 +71,10 @@ MESSAGES = {
         SILENT
         + rf"start-up, loading the checkpoint {STOPPED_IN}start-up, loading the checkpoint: .*"
     ),
-    "disk full": r"rank 1, step 12, saving: OSError: \[Errno 28\] No space left on device",
+    "disk full": (
+        r"rank \d, step 12, saving: the checkpoint of step 12 cannot be written to \S+: rank 1: "
+        r"OSError: \[Errno 28\] No space left on device; earlier checkpoints are .*; fix: .*"
+    ),
 }
 """The one message of each fault."""
 
@@ -121,12 +124,12 @@ def outcomes(
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }
-    with Nursery() as nursery, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
 
         def run(fault: str) -> Outcome:
             job = folder / fault.replace(" ", "_")
             places = [f"--save={job}/save", f"--load={job}/save"]
-            return nursery.run(job, fault, [*flags, *places])
+            return run_with_fault(job, fault, [*flags, *places])
 
         yield {fault: pool.submit(run, fault) for fault in [*MESSAGES, "none"] if fault in wanted}
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.rl.checkpoint_manifest import CheckpointError
 from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
 from megatron.rl.initialize import World as RankWorld
 from megatron.rl.watch import Watch
@@ -15,8 +16,6 @@ from tests.spawn import World
 SAME = StepDigest(
     step=7, rollout=2, num_micro_batches=3, samples=12345, skipped_steps=0, configuration=99
 )
-
-
 IDS = {0: [10, 11], 1: [10, 11], 2: [12, 13]}
 
 
@@ -67,6 +66,13 @@ def test_an_error_in_a_phase_names_rank_step_and_samples() -> None:
 def test_a_step_error_is_told_once() -> None:
     with pytest.raises(StepError, match=r"^inner$"), phase("training", 3, Watch(0, 1)):
         raise StepError("inner")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_once_without_a_trace() -> None:
+    message = r"^rank 1, step 3, saving: no room$"
+    with pytest.raises(StepError, match=message) as raised, phase("saving", 3, Watch(1, 2)):
+        raise CheckpointError("no room") from OSError()
+    assert raised.value.__cause__ is None
 
 
 def test_a_start_lets_its_refusals_pass() -> None:
