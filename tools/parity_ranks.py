@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.rl.arguments import resolve
 from megatron.rl.flags.machine import cuda_driver_found
-from megatron.rl.initialize import World, device_of, process_grid
+from megatron.rl.initialize import World, backend_of, device_of, process_grid
 from megatron.rl.parity import RankStep, Step, assemble, first_step
 
 LAST_LINES = 25
@@ -156,7 +156,7 @@ def _step(launch: Launch, rank: int, folder: str) -> RankStep:
     world = World(rank, rank, launch.num_ranks, launched=True)
     device = device_of(config, world)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend_of(device),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=launch.num_ranks,

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron.rl.checkpoint_files import CheckpointError, usable_checkpoints
+from megatron.rl.checkpoint_files import FIX, CheckpointError, usable_checkpoints
 from megatron.rl.checkpoint_keep import Keep
 from megatron.rl.checkpoint_model import (
     architecture_of,
@@ -307,6 +307,6 @@ class Checkpointer:
         if complaints:
             raise CheckpointError(
                 f"{'; '.join(complaints)}; {self.config.checkpoint.load} holds no other complete "
-                "checkpoint; fix: bring one back, or start anew in another directory"
+                f"checkpoint; {FIX}"
             )
         return None

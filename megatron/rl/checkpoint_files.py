@@ -15,12 +15,12 @@ from pathlib import Path
 from megatron.rl.checkpoint_manifest import CheckpointError, damage, is_checkpoint
 from megatron.rl.logging import log_warning
 
-__all__ = ["CONFIG", "TRACKER", "CheckpointError"]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 REPLACED = ".replaced"
 """End of the name of a checkpoint while another one of the same step takes its place."""
+FIX = "fix: bring one back, or start anew in another directory"
+"""What to do where no checkpoint of a directory is whole."""
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -31,7 +31,9 @@ def find_checkpoint(directory: Path) -> Path:
     """
     found = usable_checkpoints(directory)
     if not found:
-        raise CheckpointError(f"{directory} holds no complete checkpoint")
+        raise CheckpointError(
+            f"{directory} holds no complete checkpoint; fix: name a run's --save directory"
+        )
     return found[0]
 
 
@@ -45,12 +47,12 @@ def usable_checkpoints(directory: Path) -> list[Path]:
         CheckpointError: the directory is, or has held, checkpoints, and none is complete.
     """
     if is_checkpoint(directory):
-        if (broken := damage(directory)) is not None:
-            raise CheckpointError(f"{directory} holds no complete checkpoint: {broken}")
+        if (complaint := damage(directory)) is not None:
+            raise CheckpointError(f"{directory} holds no complete checkpoint: {complaint}; {FIX}")
         return [directory]
     named, complaint = _named_by_tracker(directory)
     steps = steps_in(directory)
-    order = sorted(steps, key=lambda step: _rank(step, named))
+    order = sorted(steps, key=lambda step: _order(step, named))
     broken = {step: damage(steps[step]) for step in order}
     usable = [step for step in order if broken[step] is None]
     complaints = [] if complaint is None else [complaint]
@@ -60,15 +62,14 @@ def usable_checkpoints(directory: Path) -> list[Path]:
     complaints += [f"{steps[step]} is broken: {broken[step]}" for step in worse]
     if not usable and complaints:
         raise CheckpointError(
-            f"{directory} holds no complete checkpoint: {'; '.join(complaints)}; "
-            "fix: bring one back, or start anew in another directory"
+            f"{directory} holds no complete checkpoint: {'; '.join(complaints)}; {FIX}"
         )
     if complaints:
         log_warning(f"{'; '.join(complaints)}; loading {steps[usable[0]]}")
     return [steps[step] for step in usable]
 
 
-def _rank(step: int, named: int | None) -> tuple[bool, bool, int]:
+def _order(step: int, named: int | None) -> tuple[bool, bool, int]:
     """Sorts the tracker's step first, then those before it, the newest first."""
     return step != named, named is not None and step > named, -step
 

@@ -25,7 +25,7 @@ class Keep:
     multiples_of: int | None
     last: int | None
 
-    def surplus(self, steps: list[int], newest: int) -> list[int]:
+    def _surplus(self, steps: list[int], newest: int) -> list[int]:
         """Which of the complete steps need not stay; never `newest`, or what is after it."""
         if self.multiples_of is None and self.last is None:
             return []
@@ -39,7 +39,7 @@ class Keep:
         Broken ones are neither counted nor deleted.
         """
         complete = {s: path for s, path in steps_in(root).items() if damage(path) is None}
-        for step in self.surplus(list(complete), newest) if newest in complete else ():
+        for step in self._surplus(list(complete), newest) if newest in complete else ():
             delete(complete[step])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,15 +86,12 @@ def garbled(directory: Path, share: int = 0, num_shares: int = 1) -> str | None:
     """The first file, of every `num_shares`-th from `share`, whose contents are not as written."""
     marks = sorted(read_manifest(directory).items())
     try:
-        return next(_garbled(directory, marks[share::num_shares]), None)
+        for name, expected in marks[share::num_shares]:
+            if mark(directory / name) != expected:
+                return f"the contents of {name} are not what was written (CRC-32)"
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
-
-
-def _garbled(directory: Path, marks: Iterable[tuple[str, FileMark]]) -> Iterable[str]:
-    for name, expected in marks:
-        if mark(directory / name) != expected:
-            yield f"the contents of {name} are not what was written (CRC-32)"
+    return None
 
 
 def read_manifest(directory: Path) -> dict[str, FileMark]:

@@ -72,7 +72,6 @@ def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint:
     Raises:
         CheckpointError: the architecture differs, or a tensor does not fit.
     """
-    # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
     if (complaint := contents_complaint(checkpoint)) is not None:
         raise CheckpointError(complaint)
     common = load_common(checkpoint)
@@ -80,6 +79,7 @@ def load_model_weights(config: RunConfig, chunks: Sequence[RLModel], checkpoint:
     adds_value_head = architecture[IS_CRITIC] and not common["architecture"].get(IS_CRITIC)
     if adds_value_head:
         del architecture[IS_CRITIC]
+    # equal shapes do not make equal models: 8 heads of 16 and 4 heads of 32 load into each other
     check_architecture(common, checkpoint, architecture)
     wanted = sharded(chunks)
     own_heads = [
@@ -128,9 +128,9 @@ def load_common(directory: Path) -> dict[str, Any]:
 
 
 def contents_complaint(directory: Path) -> str | None:
-    """What in a checkpoint's files is not as it was written; the same answer on all ranks.
+    """What in a checkpoint's files is not as it was written.
 
-    Ranks share the files out among themselves and read each once.
+    All ranks of the job call it together, share the files out, and have the same answer.
     """
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, garbled(directory, dist.get_rank(), dist.get_world_size()))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What tells the groups of one optimizer apart."""
 
-RATES = ("max_lr", "min_lr")
+_RATES = ("max_lr", "min_lr")
 
 
 def settle_rates(groups: Sequence[dict[str, Any]], state: Any, *, keep_saved: bool) -> None:
@@ -23,15 +23,15 @@ def settle_rates(groups: Sequence[dict[str, Any]], state: Any, *, keep_saved: bo
         state: its loaded state, before the optimizer takes it.
         keep_saved: whether the rates become the state's; otherwise the groups' own.
     """
-    for saved in saved_groups(state):
+    for saved in _saved_groups(state):
         for group in groups:
-            if any(group.get(key) != saved.get(key) for key in STRUCTURE):
+            if any(group.get(key) != saved.get(key) for key in _STRUCTURE):
                 continue
             source, target = (saved, group) if keep_saved else (group, saved)
-            target.update({key: source[key] for key in RATES})
+            target.update({key: source[key] for key in _RATES})
 
 
-def saved_groups(state: Any) -> Iterator[dict[str, Any]]:
+def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
     """Every parameter group in an optimizer's state, however deep its wrappers put it."""
     if not isinstance(state, Mapping):
         return
@@ -39,4 +39,4 @@ def saved_groups(state: Any) -> Iterator[dict[str, Any]]:
         if key == "param_groups":
             yield from value
         else:
-            yield from saved_groups(value)
+            yield from _saved_groups(value)

@@ -123,7 +123,7 @@ def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
     with Watch(world.rank, world.world_size, board, timeout.total_seconds()) as watch:
         with phase("meeting the other ranks", 0, watch):
             dist.init_process_group(
-                _backend(device),
+                backend_of(device),
                 store=store,
                 rank=world.rank,
                 world_size=world.world_size,
@@ -190,7 +190,8 @@ def _store(world: World, timeout: timedelta) -> tuple[dist.Store, Board | None]:
     return store, board
 
 
-def _backend(device: torch.device) -> str:
+def backend_of(device: torch.device) -> str:
+    """What ranks that compute there speak."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_re
 from torch import Tensor
 
 from megatron.rl.build import build_trainee, open_source
+from megatron.rl.checkpoint_model import OUTPUT_LAYER
 from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.config import RunConfig
 from megatron.rl.initialize import Grid
@@ -32,8 +33,6 @@ from megatron.rl.step import Trainee
 PARITY = {"clip_grad": 0.0, "hidden_dropout": 0.0, "dry_run": True}
 """Flags of every such step, laid over the run's: gradients as they are, no dropout, whose draws
 depend on the layout, and no file is written."""
-VALUE_HEAD = "output_layer.weight"
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def fill_initial_weights(config: RunConfig, trainee: Trainee) -> None:
     is_critic = config.loss.loss_type == "value_loss"
     for chunk in trainee.chunks:
         for shard in _shards(unwrap(chunk)):
-            if drawn or (is_critic and shard.key == VALUE_HEAD):
+            if drawn or (is_critic and shard.key == OUTPUT_LAYER):
                 _draw(shard, config)
     trainee.optimizer.reload_model_params()
 
@@ -187,7 +186,8 @@ def gradient_parts(config: RunConfig, trainee: Trainee) -> Iterator[Part]:
                 for shard in _shards(unwrap(chunk))
                 if shard.data.untyped_storage().data_ptr() in storages  # buffers are no parameters
             ]
-            held, given = (sum(x.numel() for x in y) for y in (gradients, (s.data for s in shards)))
+            held = sum(gradient.numel() for gradient in gradients)
+            given = sum(shard.data.numel() for shard in shards)
             assert held == given, f"{held} entries of gradients, {given} under names"
             yield from (_part(shard, config.model.vocab_size) for shard in shards)
 
@@ -255,7 +255,7 @@ def _place(
     return name, tuple(shape), where
 
 
-def _slices(where: tuple[tuple[int, int], ...]) -> Slices:
+def _slices(where: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in where)
 
 

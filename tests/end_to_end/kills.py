@@ -29,27 +29,13 @@ from megatron.rl.checkpoint_files import find_checkpoint, read_tracker, steps_in
 from megatron.rl.checkpoint_manifest import damage, garbled
 from tests.end_to_end.forked import ForkedJob
 from tests.end_to_end.job import Job, differences, metrics, run
+from tests.megatron.rl import checkpoints
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, write_rollouts
 
 STEPS, SAVE_INTERVAL = 18, 2
 LAYOUTS = {
-    "tp2": ["--tensor-model-parallel-size=2", "--sequence-parallel"],
-    "pp2": ["--pipeline-model-parallel-size=2"],
-    "cp2": ["--context-parallel-size=2", "--allgather-cp"],
-    "dp2": [],
-    "dp2 distributed optimizer": ["--use-distributed-optimizer"],
-    "dp2 overlapped": [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--ddp-bucket-size=4000",
-    ],
-    "ep2": [
-        "--num-experts=4",
-        "--expert-model-parallel-size=2",
-        "--moe-token-dispatcher-type=alltoall",
-        "--moe-router-topk=2",
-        "--moe-ffn-hidden-size=32",
-    ],
+    **{name: flags for name, flags in checkpoints.LAYOUTS.items() if not name.startswith("tp2 d")},
+    "ep2": [*checkpoints.EXPERTS, "--expert-model-parallel-size=2"],
 }
 PHASES = ("starting", "training", "saving", "saving")
 SIGNALS = ("KILL", "KILL", "TERM", "USR1", "STOP+KILL")
@@ -63,9 +49,11 @@ class Kill:
     """One kill: when, whom, how, and what became of the job.
 
     Args:
-        phase: starting, training or saving.
+        phase: one of `PHASES`.
         at: seconds after the start, or the step after which it comes.
         delay: seconds after that moment.
+        signal: one of `SIGNALS`.
+        victim: one of `VICTIMS`.
     """
 
     phase: str
@@ -80,9 +68,11 @@ class Chain:
     """One run in one layout with its kills.
 
     Args:
-        failures: what was wrong, empty where nothing was.
+        layout: a key of `LAYOUTS`.
+        in_background: whether it saves so.
         kills: those that hit a living job.
         resumed_at: last saved step before each resumption; None: none was saved yet.
+        failures: what was wrong, empty where nothing was.
     """
 
     layout: str

@@ -28,6 +28,12 @@ LAYOUTS = {
         "--tensor-model-parallel-size=2",
     ],
 }
+EXPERTS = [
+    "--num-experts=4",
+    "--moe-token-dispatcher-type=alltoall",
+    "--moe-router-topk=2",
+    "--moe-ffn-hidden-size=32",
+]
 
 
 @dataclass(frozen=True)

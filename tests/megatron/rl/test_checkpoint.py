@@ -8,13 +8,9 @@ from megatron.core import parallel_state
 
 from megatron.rl.build import restore
 from megatron.rl.checkpoint import Progress
-from megatron.rl.checkpoint_files import (
-    TRACKER,
-    CheckpointError,
-    find_checkpoint,
-    read_tracker,
-)
+from megatron.rl.checkpoint_files import TRACKER, CheckpointError, find_checkpoint, read_tracker
 from tests.megatron.rl.checkpoints import (
+    EXPERTS,
     LAYOUTS,
     Outcome,
     load_and_go_on,
@@ -35,12 +31,6 @@ from tests.megatron.rl.tiny import (
 )
 from tests.spawn import World
 
-EXPERTS = [
-    "--num-experts=4",
-    "--moe-token-dispatcher-type=alltoall",
-    "--moe-router-topk=2",
-    "--moe-ffn-hidden-size=32",
-]
 CHANGES = [
     ("tp2 sp", "pp2"),
     ("pp2", "dp2"),

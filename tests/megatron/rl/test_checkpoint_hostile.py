@@ -241,8 +241,10 @@ def warnings() -> Iterator[list[str]]:
     handler.emit = lambda record: kept.append(record.getMessage())
     logger = logging.getLogger("megatron.rl")
     logger.addHandler(handler)
-    yield kept
-    logger.removeHandler(handler)
+    try:
+        yield kept
+    finally:
+        logger.removeHandler(handler)
 
 
 def load(own: Checkpointer, root: Path) -> Outcome:
@@ -319,8 +321,10 @@ def nobody() -> Iterator[None]:
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
-    yield
-    os.seteuid(before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 @pytest.mark.parametrize("name", ["common.pt", MANIFEST, "."])

@@ -13,11 +13,7 @@ import torch.distributed as dist
 
 from megatron.rl import checkpoint_write
 from megatron.rl.checkpoint import Progress
-from megatron.rl.checkpoint_files import (
-    TRACKER,
-    CheckpointError,
-    read_tracker,
-)
+from megatron.rl.checkpoint_files import TRACKER, CheckpointError, read_tracker
 from tests.megatron.rl.checkpoints import (
     LAYOUTS,
     Outcome,
@@ -75,8 +71,10 @@ def held_back() -> Iterator[Event]:
         write(*args)
 
     checkpoint_write._write = write_later
-    yield go_on
-    checkpoint_write._write = write
+    try:
+        yield go_on
+    finally:
+        checkpoint_write._write = write
 
 
 def failure_to_write(rank: int, argv: list[str]) -> str:
