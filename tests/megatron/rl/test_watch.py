@@ -31,14 +31,11 @@ time.sleep(600)
 
 
 @contextmanager
-def watches(
-    num_ranks: int, timeout_s: float = 600.0, silence: float = QUICK.silence
-) -> Iterator[list[Watch]]:
+def watches(num_ranks: int, pace: Pace = QUICK) -> Iterator[list[Watch]]:
     """The watches of a whole job in one process; the test opens those of ranks that live."""
     store = dist.HashStore()
     boards = [Board(store, keeper="rank 0") for _ in range(num_ranks)]
-    pace = replace(QUICK, silence=silence)
-    yield [Watch(rank, num_ranks, board, timeout_s, pace) for rank, board in enumerate(boards)]
+    yield [Watch(rank, num_ranks, board, 600.0, pace) for rank, board in enumerate(boards)]
 
 
 def test_without_a_board_a_watch_remembers_the_place() -> None:
@@ -137,18 +134,26 @@ def test_a_slow_step_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert "s so far (usual 0.0 s); rank 1 is behind, still in step 1, training since " in lines[0]
 
 
-def test_a_step_of_the_usual_length_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_slow_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first, of which nothing is usual yet, nor one of many times the usual."""
     lines: list[str] = []
     monkeypatch.setattr(watch_module, "log_info", lines.append)
-    with watches(1) as (alone,), alone:
+    with watches(1, replace(QUICK, slow=600.0, slow_factor=0.0)) as (alone,), alone:
         for step in range(1, 4):
             alone.enter(step, "training")
-            time.sleep(0.5 * QUICK.slow)
+            time.sleep(3 * QUICK.beat)
     assert lines == []
 
 
 class EndedError(Exception):
     """In place of the end of the process."""
+
+
+def answers_of(watch: Watch) -> list[bool]:
+    """What the watch finds each time that it asks whether its rank waits for another."""
+    answers, ask = [], watch._waits_for_others
+    watch._waits_for_others = lambda: answers.append(ask()) or answers[-1]
+    return answers
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -165,21 +170,21 @@ def test_a_rank_stuck_beyond_the_timeout_ends_if_it_waits_for_another(
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(watch_module, "log_error", lambda text, **_: errors.append(text))
-    with watches(2, timeout_s=1.5, silence=0.3) as (first, second), second:
+    with watches(2, replace(QUICK, silence=30.0)) as (first, second), second:
         second.enter(2, "reading rollouts")
+        answers = answers_of(first)
         with first:
             first.enter(2, "reading rollouts")
             if waits:
                 first.enter(2, "step guard", "[1]")
-            end_s = time.monotonic() + (30 if waits else 2.5)  # not twice the timeout
-            while not codes and time.monotonic() < end_s:
-                if waits:
-                    second.tick()  # it lives and works, in an earlier phase
-                time.sleep(0.05)
+            first._moved -= 700.0  # beyond the timeout, not beyond twice that
+            while not codes and len(answers) < 3:
+                time.sleep(0.02)
     assert codes == ([EXIT_STUCK] if waits else [])
+    assert set(answers) == {waits}
     if waits:
         assert errors[0].startswith("rank 1 is behind, still in step 2, reading rollouts since ")
-        assert "stands still beyond the timeout (2 s), process ended" in errors[0]
+        assert "stands still beyond the timeout (600 s), process ended" in errors[0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
