@@ -24,6 +24,8 @@ class BoardError(Exception):
 class Board:
     """Signs of all ranks, and which of them speaks for the job.
 
+    Every question raises BoardError where the store does not answer in time.
+
     Args:
         store: the job's; the board has connections of its own, since one is not for two threads.
         keeper: who keeps the store, for messages.
@@ -39,11 +41,7 @@ class Board:
         self._is_lost = False
 
     def begin(self) -> None:
-        """Forget who spoke in an earlier attempt at the job; rank 0 asks for it.
-
-        Raises:
-            BoardError: the store does not answer.
-        """
+        """Forget who spoke in an earlier attempt at the job; rank 0 asks for it."""
         self._ask(lambda: [self._asked.delete_key(key) for key in ("speaker", "spoken")])
 
     def leave(self, rank: int, sign: Sign) -> None:
@@ -56,11 +54,7 @@ class Board:
             self._is_lost = True
 
     def read(self, ranks: Sequence[int]) -> dict[int, Sign | None]:
-        """The last sign of each rank, None where there is none.
-
-        Raises:
-            BoardError: the store does not answer.
-        """
+        """The last sign of each rank, None where there is none."""
         return self._ask(lambda: self._read([str(rank) for rank in ranks]))
 
     def claim(self, rank: int) -> int:

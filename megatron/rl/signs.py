@@ -119,9 +119,9 @@ class Survey:
         return [(r, sign) for r, sign in self.signs.items() if sign is not None and r != rank]
 
 
-def told(suspects: Sequence[str]) -> str:
-    """The suspects in one text; many of them are counted."""
-    shown = [*suspects[:NUM_NAMED]]
+def listed(suspects: Mapping[int, str]) -> str:
+    """What was found of ranks, in one text; many of them are counted."""
+    shown = [*suspects.values()][:NUM_NAMED]
     if len(suspects) > NUM_NAMED:
         shown.append(f"and {len(suspects) - NUM_NAMED} more ranks")
     return "; ".join(shown)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.rl.board import Board, BoardError
 from megatron.rl.logging import log_error, log_info
-from megatron.rl.signs import Sign, Survey, told
+from megatron.rl.signs import Sign, Survey, listed
 
 EXIT_STUCK = 4
 _HERE = Path(__file__).parent
@@ -128,12 +128,11 @@ class Watch:
 
         Where the error is that another rank was lost, it says which one, and what it did last.
         """
-        text = f"{where}: {type(error).__name__}: {error}"
         if not is_lost_peer(error):
             with suppress(BoardError):
                 self._claim()
                 self._leave_word()
-            return text
+            return f"{where}: {type(error).__name__}: {error}"
         text = f"{where}: {type(error).__name__}: {_in_short(error)}"
         return self._said_once(
             text, f"{where}: ended with the others ({type(error).__name__})", asks_others=True
@@ -164,8 +163,8 @@ class Watch:
         except BoardError as error:
             return f"{error}\n  so that {text}"
         if suspects := survey.lost() or survey.behind(self.rank):
-            return f"{told([*suspects.values()])}\n  so that {text}"
-        others = told([*survey.elsewhere(self.rank).values()])
+            return f"{listed(suspects)}\n  so that {text}"
+        others = listed(survey.elsewhere(self.rank))
         return f"{text}\n  {others or 'all ranks live and are in the same place'}"
 
     def _claim(self) -> int:
@@ -233,7 +232,7 @@ class Watch:
         try:
             survey = self._survey()
             found = survey.lost() or survey.behind(self.rank) or survey.elsewhere(self.rank)
-            about = told([*found.values()]) or "no rank is behind"
+            about = listed(found) or "no rank is behind"
         except BoardError as error:
             about = str(error)
         if self._closed.is_set():

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron.rl.signs import Sign, Survey, brief, clock, told
+from megatron.rl.signs import Sign, Survey, brief, clock, listed
 
 NOON = 1_800_000_000.0
 TRAINING = Sign(12, "training", "[4, 5]", number=40, since=NOON, beat=7, told=NOON + 3)
@@ -64,7 +64,7 @@ def test_a_rank_in_another_phase_is_elsewhere() -> None:
 
 
 def test_many_ranks_and_samples_are_counted() -> None:
-    assert told(["a", "b"]) == "a; b"
-    assert told([str(i) for i in range(11)]) == "0; 1; 2; 3; 4; 5; 6; 7; and 3 more ranks"
+    assert listed({4: "a", 2: "b"}) == "a; b"
+    assert listed({i: str(i) for i in range(11)}) == "0; 1; 2; 3; 4; 5; 6; 7; and 3 more ranks"
     assert brief([3, 1]) == "[3, 1]"
     assert brief(range(64)) == "[0, 1, 2, 3, 4, 5, 6, 7, ... 64 in all]"
