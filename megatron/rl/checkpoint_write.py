@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.rl.checkpoint_files import CONFIG, CheckpointError, step_directory
 from megatron.rl.checkpoint_keep import Keep, clear_leftovers, publish
 from megatron.rl.checkpoint_manifest import FileMark, mark, write_manifest
-from megatron.rl.core_versions import SINCE_0_19
+from megatron.rl.core_versions import CORES_OWN_WRITER
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import log_info
 
@@ -79,10 +79,8 @@ class Saver:
         partial = self._on_writer(lambda: self._new_directory(step), step)
         # core's own queue is served by a process that would outlive a killed rank
         filesystem_async._results_queue = queue.Queue()
-        # from 0.19 on core's default is the writer of another package
-        own_writer = {"async_strategy": "mcore"} if SINCE_0_19 else {}
         request = dist_checkpointing.save(
-            state, str(partial), async_sharded_save=True, **own_writer
+            state, str(partial), async_sharded_save=True, **CORES_OWN_WRITER
         )
         assert request is not None
         written = _Written()

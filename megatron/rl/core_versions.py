@@ -15,6 +15,9 @@ from torch import Tensor
 
 SINCE_0_19 = (MAJOR, MINOR) >= (0, 19)
 
+CORES_OWN_WRITER: Mapping[str, Any] = {"async_strategy": "mcore"} if SINCE_0_19 else {}
+"""Arguments of `dist_checkpointing.save`: from 0.19 on its default writer is another package's."""
+
 
 class _HookedGPTModel(GPTModel):
     """GPTModel of 0.16 with the hook that later cores have, under its names.

@@ -38,7 +38,7 @@ EXIT_USAGE = 2
 EXIT_SKIPPED = 3
 EXIT_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: saved, run it again
 
-FORESEEN = (CheckpointError, RuntimeError, OSError, ValueError)
+FORESEEN = (RuntimeError, OSError, ValueError)
 """What a lost peer, a full disk or bad input raise: their message is enough."""
 
 EXIT_CODES = {
