@@ -92,8 +92,8 @@ def test_a_rank_that_fails_says_why(config: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_rank_that_is_late_is_ended(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--timeout=1", f"--config={config}", "--ranks-a=2"]
-    assert loss_parity.main(words) == 2
+    loss = f"--loss-type custom_loss --custom-loss-function-path {HERE}:endless"
+    assert run(config, f"--flags=--no-use-rollout-logprobs {loss}", "--timeout=1") == 2
     assert "took longer than 1 s (--timeout)" in capsys.readouterr().err
 
 

@@ -1,5 +1,7 @@
 """Functions of a user's own, as a run names them."""
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,9 @@ def mean_of_own_tokens(
 def failing(*_: object, **__: object) -> Tensor:
     """A mistake of the user's."""
     raise ZeroDivisionError("the mistake of this loss")
+
+
+def endless(*_: object, **__: object) -> Tensor:
+    """A loss that is never there."""
+    while True:
+        time.sleep(1)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import resolve
+from tests.megatron.rl.flags.broken_rules import CUSTOM_LOSS, FUNCTION
 from tests.megatron.rl.flags.command_line import resolved, small_run, violations
-from tests.megatron.rl.flags.test_rules import CUSTOM_LOSS, FUNCTION
 
 
 @pytest.mark.parametrize(
