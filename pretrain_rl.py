@@ -3,7 +3,8 @@
 import sys
 
 from megatron.rl.arguments import parse_config
-from megatron.rl.build import build_trainer, dry_run
+from megatron.rl.build import build_trainer
+from megatron.rl.data import dry_run
 from megatron.rl.initialize import distributed, read_world
 from megatron.rl.logging import setup_messages
 from megatron.rl.stopping import EXIT_OK, exit_with_message

@@ -20,9 +20,10 @@ from benchmarks.packing import MAX_LENGTH
 from benchmarks.stopwatch import REST, watched
 from megatron.rl import cpu_backend, rollout
 from megatron.rl.arguments import resolve
-from megatron.rl.build import build_trainer, check_data, make_source
+from megatron.rl.build import build_trainer
 from megatron.rl.computed import micro_batch_of
 from megatron.rl.config import RunConfig
+from megatron.rl.data import check_data, make_source
 from megatron.rl.initialize import Grid, World, process_grid
 from megatron.rl.report import packing_scalars, rollout_scalars
 from megatron.rl.rollout import Computed, read_rollout
@@ -150,7 +151,7 @@ def _take_turns(trainers: dict[str, Trainer], core: CoreLoop, grid: Grid, rounds
 
 def _batches(trainer: Trainer, grid: Grid) -> list[Any]:
     """This rank's micro-batches of the one step that all rounds train."""
-    read = read_rollout(0, trainer.source, trainer.config, grid.dp_rank)
+    read = read_rollout(0, trainer.source.rollout(0, 0), trainer.config, grid.dp_rank)
     (step,) = read.steps
     return [
         micro_batch_of(read, step, pack, Computed(), trainer.trainee)

@@ -95,6 +95,18 @@ class DataConfig:
     rollout_data: tuple[str, ...] = ()
     """Rollout files (JSONL, Parquet, .pt), globs or folders."""
 
+    rollout_watch: str | None = None
+    """Folder that an engine elsewhere fills during the run, in place of --rollout-data: each file
+    (renamed into it when complete) is one rollout, in the order of names; a file named END ends
+    the run."""
+
+    rollout_dir: str | None = None
+    """Folder that notes which rollouts the run was given; without it "rollouts" in --save."""
+
+    max_staleness: int | None = None
+    """Leave out samples whose weight_version is older than the trained weights by more optimizer
+    steps than this."""
+
     num_epochs: int = 1
     """Passes over the rollout files."""
 
@@ -107,7 +119,7 @@ class DataConfig:
     number are reported and trained all the same."""
 
     num_rollout: int | None = None
-    """Rollouts at most; without it all that the epochs give."""
+    """Rollouts at most; without it all that the epochs, or the watched folder, give."""
 
     num_steps_per_rollout: int | None = None
     """Optimizer steps per rollout; where --global-batch-size is not given it is the samples of a

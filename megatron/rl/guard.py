@@ -90,6 +90,13 @@ def agree(digest: StepDigest, stop: int, ids: Sequence[int], grid: Grid) -> int:
     return max(stops)
 
 
+def largest(stop: int, grid: Grid) -> int:
+    """The largest reason to stop of any rank; one all-reduce over the whole job."""
+    shared = torch.tensor([stop], device=grid.device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)
+
+
 def _in_groups(texts: Sequence[str]) -> str:
     """Each text once, with the ranks that have it."""
     groups: dict[str, list[int]] = {}

@@ -68,10 +68,10 @@ class ConsoleLine:
             "nan-iterations": self.num_nan,
         }
 
-    def format(self, step: int, total_steps: int, now: datetime) -> str:
+    def format(self, step: int, total_steps: int | None, now: datetime) -> str:
         """The line: ` [2026-01-31 12:00:00] iteration        1/      20 | ... |`."""
         cells = [
-            f"[{now:%Y-%m-%d %H:%M:%S}] iteration {step:8d}/{total_steps:8d}",
+            f"[{now:%Y-%m-%d %H:%M:%S}] iteration {step:8d}/{total_steps or '-':>8}",
             f"consumed samples: {self.consumed_samples:12d}",
             f"elapsed time per iteration (ms): {self.elapsed_ms:.1f}",
             f"learning rate: {self.learning_rate:.6E}",
@@ -180,7 +180,7 @@ class RunLogger:
         is_writer: true on exactly one rank; elsewhere nothing is opened and nothing printed.
         first_step: the first step that this process trains, 1 for a new run. Whatever earlier
             processes wrote for it and later steps is cut away.
-        total_steps: steps of the whole run, as the console line shows them.
+        total_steps: steps of the whole run, as the console line shows them; None if unknown.
         resolved_config: YAML text, saved as config.yaml and shown by TensorBoard.
 
     Raises:
@@ -193,7 +193,7 @@ class RunLogger:
         *,
         is_writer: bool,
         first_step: int,
-        total_steps: int,
+        total_steps: int | None,
         resolved_config: str,
     ) -> None:
         if first_step < 1:

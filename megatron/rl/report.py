@@ -24,7 +24,6 @@ def step_scalars(
     result: StepResult,
     rows: np.ndarray,
     seconds: Mapping[str, float],
-    num_bad_rows: int,
     grid: Grid,
 ) -> dict[str, float]:
     """Everything but the console line's own numbers.
@@ -33,7 +32,6 @@ def step_scalars(
         result: what the step did.
         rows: the step's samples, of all ranks, as the row index has them.
         seconds: wall time by phase, `train_time` among them.
-        num_bad_rows: rows of the rollout files that --bad-rows skip left out.
         grid: this rank.
 
     Returns:
@@ -46,7 +44,6 @@ def step_scalars(
     return {
         **{f"train/{name}": value for name, value in result.metrics.items()},
         **{f"rollout/{name}": value for name, value in rollout_scalars(rows)},
-        "rollout/dropped_samples": num_bad_rows,
         **{f"perf/{name}": value for name, value in perf.items()},
         **memory_scalars(grid.device),
     }

@@ -21,7 +21,7 @@ from megatron.rl.config import DataConfig, RunConfig
 from megatron.rl.cost import sample_costs
 from megatron.rl.packing import plan_micro_batches, steps_of
 from megatron.rl.samples import Sample
-from megatron.rl.sources.files import FileSource
+from megatron.rl.sources import RolloutRows
 from slime_loss import sample_weights
 
 
@@ -80,6 +80,7 @@ class Rollout:
         steps: every sample is in exactly one of them.
         streams: the optional TokenBatch streams that the rows give and the run reads.
         samples: those that this data-parallel rank trains, by position in `rows`.
+        scalars: what its source tells of it, by TensorBoard name.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Rollout:
     steps: tuple[StepPlan, ...]
     streams: frozenset[str]
     samples: Mapping[int, Sample] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
     def packs(self, dp_rank: int) -> list[tuple[StepPlan, tuple[int, ...]]]:
         """Every micro-batch of one data-parallel rank, step by step: step and positions."""
@@ -117,17 +119,20 @@ class Rollout:
         return zlib.crc32(places.encode(), zlib.crc32(self.rows.tobytes()))
 
 
-def read_rollout(number: int, source: FileSource, config: RunConfig, dp_rank: int) -> Rollout:
+def read_rollout(number: int, found: RolloutRows, config: RunConfig, dp_rank: int) -> Rollout:
     """One rollout with the samples that a data-parallel rank trains.
 
     Raises:
         BadRowsError: a file is not what it was when it was checked.
     """
-    places = source.rollout_rows(number)
-    rollout = plan_rollout(number, source.files.rows[places], config)
+    rollout = plan_rollout(number, found.files.rows[found.places], config)
     own = rollout.positions(dp_rank)
-    samples = source.files.read(places[own])
-    return replace(rollout, samples=dict(zip(own, samples, strict=True)))
+    samples = found.files.read(found.places[own])
+    return replace(
+        rollout,
+        samples=dict(zip(own, samples, strict=True)),
+        scalars={"rollout/dropped_samples": found.files.num_bad_rows, **found.scalars},
+    )
 
 
 def plan_rollout(number: int, rows: np.ndarray, config: RunConfig) -> Rollout:

@@ -25,11 +25,12 @@ class Stop(IntEnum):
     """A reason to save and end; of several ranks' reasons the largest counts."""
 
     NONE = 0
-    INTERVAL = 1
-    DURATION = 2
-    SIGUSR1 = 3
-    SIGTERM = 4
-    SIGINT = 5
+    NO_ROLLOUT = 1
+    INTERVAL = 2
+    DURATION = 3
+    SIGUSR1 = 4
+    SIGTERM = 5
+    SIGINT = 6
 
 
 EXIT_OK = 0

@@ -13,13 +13,13 @@ from torch import Tensor
 from megatron.rl.checkpoint import Checkpointer, Progress
 from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.config import RunConfig
-from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
+from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, largest, phase
 from megatron.rl.initialize import Grid
 from megatron.rl.logging import RunLogger, log_info, log_warning
 from megatron.rl.report import console_line, packing_scalars, step_scalars
 from megatron.rl.rollout import Computed, Rollout, StepPlan, read_rollout
 from megatron.rl.signs import brief
-from megatron.rl.sources.files import FileSource
+from megatron.rl.sources import EndOfRolloutsError, RolloutRows, Source
 from megatron.rl.step import StepResult, Trainee
 from megatron.rl.stopping import EXIT_OK, EXIT_SIGNAL, Stop, StopRequest
 
@@ -35,7 +35,7 @@ class Trainer:
         trainee: model, head and optimizer.
         checkpointer: saves the run.
         logger: shows it.
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the whole run; None until no further rollout comes.
         progress: where the run stands.
         old_outputs: of the rollout in training, by position in it, as the checkpoint gives them;
             empty where they are not known yet.
@@ -43,11 +43,11 @@ class Trainer:
 
     config: RunConfig
     grid: Grid
-    source: FileSource
+    source: Source
     trainee: Trainee
     checkpointer: Checkpointer
     logger: RunLogger
-    total_steps: int
+    total_steps: int | None
     progress: Progress
     old_outputs: Mapping[int, Tensor]
     computed: Computed = field(init=False, default_factory=Computed)
@@ -70,10 +70,10 @@ class Trainer:
             StepError: a step failed, or too many were not finite.
         """
         stop = Stop.NONE
-        if self.progress.step >= self.total_steps:
+        if self._is_done:
             log_info(f"nothing left to train: step {self.progress.step} of {self.total_steps}")
         with self.logger:
-            while not stop and self.progress.step < self.total_steps:
+            while not stop and not self._is_done:
                 stop = self._train_rollout()
             if self.saved_step != self.progress.step:
                 self._save()
@@ -82,17 +82,22 @@ class Trainer:
             log_info(f"stopped after step {self.progress.step}: {stop.name}")
         return EXIT_SIGNAL if stop >= Stop.SIGUSR1 else EXIT_OK
 
+    @property
+    def _is_done(self) -> bool:
+        return self.total_steps is not None and self.progress.step >= self.total_steps
+
     def _train_rollout(self) -> Stop:
         """The steps of the current rollout that are still to be taken."""
+        found = self._await_rollout()
+        if isinstance(found, Stop):
+            return found
         with self._phase("reading rollouts"):
-            rollout = read_rollout(
-                self.progress.rollout, self.source, self.config, self.grid.dp_rank
-            )
+            rollout = read_rollout(self.progress.rollout, found, self.config, self.grid.dp_rank)
             self._check_position(rollout)
         seconds = None
         for step in rollout.steps[self.progress.step_in_rollout :]:
             stop = self._agree(rollout, step)
-            if stop or self.progress.step == self.total_steps:
+            if stop or self._is_done:
                 return stop
             if seconds is None:  # ranks have agreed on the rollout before anything is made of it
                 seconds = self._prepare(rollout)
@@ -101,9 +106,37 @@ class Trainer:
             self._save_if_due()
         return Stop.NONE
 
-    def _phase(self, name: str, samples: str = "") -> AbstractContextManager[None]:
+    def _await_rollout(self) -> RolloutRows | Stop:
+        """The rows of the current rollout once they are there; a reason to stop may come first."""
+        while True:
+            number = self.progress.rollout
+            try:
+                with self._phase("getting a rollout", lets_pass=(EndOfRolloutsError,)):
+                    found = self.source.rollout(number, self.progress.step)
+            except EndOfRolloutsError as end:
+                log_info(f"no further rollout: {end}")
+                return Stop.NO_ROLLOUT
+            if found is None:
+                with self._phase("step guard"):
+                    stop = Stop(largest(self._reason_to_stop, self.grid))
+                if stop:
+                    return stop
+            elif len(found.places) > 0:
+                return found
+            else:
+                log_warning(f"rollout {number} has no sample that may be trained: going on")
+                self.progress = replace(self.progress, rollout=number + 1)
+
+    def _phase(
+        self, name: str, samples: str = "", lets_pass: tuple[type[Exception], ...] = ()
+    ) -> AbstractContextManager[None]:
         """A part of the coming step, under its name in messages."""
-        return phase(name, self.progress.step + 1, self.grid.watch, samples)
+        return phase(name, self.progress.step + 1, self.grid.watch, samples, lets_pass=lets_pass)
+
+    @property
+    def _reason_to_stop(self) -> Stop:
+        done = self.progress.step
+        return self.stop_request.reason(done, done - self.first_step)
 
     def _check_position(self, rollout: Rollout) -> None:
         """A run resumed within a rollout must find its steps and their old outputs."""
@@ -149,8 +182,7 @@ class Trainer:
         )
         ids = rollout.rows["index"][list(step.positions)].tolist()
         with self._phase("step guard", brief(ids)):
-            reason = self.stop_request.reason(done, done - self.first_step)
-            return Stop(agree(digest, reason, ids, self.grid))
+            return Stop(agree(digest, self._reason_to_stop, ids, self.grid))
 
     def _train_step(self, rollout: Rollout, step: StepPlan, log_probs_seconds: float) -> None:
         start = time.perf_counter()
@@ -171,7 +203,8 @@ class Trainer:
             self.logger.log_step(
                 number,
                 {
-                    **step_scalars(result, rows, times, self.source.files.num_bad_rows, self.grid),
+                    **step_scalars(result, rows, times, self.grid),
+                    **rollout.scalars,
                     **packing_scalars(rollout, step, self.config, self.grid),
                 },
                 console=console_line(

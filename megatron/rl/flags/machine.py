@@ -16,6 +16,14 @@ from megatron.rl.sources.paths import expand_paths
 from slime_loss import ConfigError, load_function
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+DIRECTORIES = (
+    "load",
+    "save",
+    "pretrained_checkpoint",
+    "tensorboard_dir",
+    "rollout_watch",
+    "rollout_dir",
+)
 """Device files of NVIDIA's driver on Linux and in Windows' Linux."""
 
 
@@ -33,7 +41,7 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
             f"cuda (PyTorch {torch.__version__})",
             "install the driver and a CUDA build of PyTorch, or use --device cpu",
         )
-    for name in ("load", "save", "pretrained_checkpoint", "tensorboard_dir"):
+    for name in DIRECTORIES:
         if flags[name] == "":
             spelling = f"--{name.replace('_', '-')}"
             yield _violation(spelling, "must name a directory", "''", f"leave {spelling} out")
@@ -48,7 +56,7 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
             pretrained,
             "give the --save directory of an earlier run",
         )
-    for name in ("save", "tensorboard_dir"):
+    for name in ("save", "tensorboard_dir", "rollout_dir"):
         yield from _writable(f"--{name.replace('_', '-')}", flags[name])
 
 

@@ -49,8 +49,9 @@ RANGES = {
         ),
         (
             NOT_NEGATIVE,
-            """train_iters lr_warmup_iters lr_warmup_init min_lr decoupled_min_lr weight_decay
-            start_weight_decay end_weight_decay clip_grad max_skipped_steps sgd_momentum""",
+            """max_staleness train_iters lr_warmup_iters lr_warmup_init min_lr decoupled_min_lr
+            weight_decay start_weight_decay end_weight_decay clip_grad max_skipped_steps
+            sgd_momentum""",
         ),
         (FRACTION, "lr_warmup_fraction adam_beta1 adam_beta2 hidden_dropout attention_dropout"),
         (SHARE, "rollout_top_p rotary_percent"),

@@ -103,6 +103,12 @@ class FlagView:
         return self.lr_decay_iters or self.train_iters
 
     @property
+    def steps_foreseen(self) -> bool:
+        """Whether the number of optimizer steps follows from flags and files."""
+        sizes_known = self.rollout_samples is not None and self.num_rollout is not None
+        return self.rollout_watch is None or self.train_iters is not None or sizes_known
+
+    @property
     def layout_stages(self) -> int | None:
         """Stages of --pipeline-model-parallel-layout; None where core will say what is wrong."""
         layout = self.pipeline_model_parallel_layout

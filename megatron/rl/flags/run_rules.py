@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.rl.flags.rule import Rule
 
 REQUIRED = {
-    "rollout_data": "add --rollout-data PATH...",
     "lr": "add --lr X; 1e-6 is usual for RL",
     **{
         name: f"add --{name.replace('_', '-')} N, or --hf-checkpoint DIR, which sets it"
@@ -13,6 +12,62 @@ REQUIRED = {
     },
 }
 """Flags without which there is no run, and what to do."""
+
+ROLLOUTS = (
+    Rule(
+        "rollout_data",
+        lambda s: not s.rollout_data and s.rollout_watch is None,
+        "or --rollout-watch must be given",
+        "add --rollout-data PATH...",
+    ),
+    Rule(
+        "rollout_watch",
+        lambda s: s.rollout_watch is not None and bool(s.rollout_data),
+        "excludes --rollout-data",
+        "leave one of the two out",
+    ),
+    Rule(
+        "rollout_watch",
+        lambda s: s.rollout_watch is not None and s.rollout_dir is None and s.save is None,
+        "needs --save or --rollout-dir, to note which files were taken",
+        "add --save DIR",
+    ),
+    *(
+        Rule(
+            name,
+            lambda s, name=name: s[name] is not None and s.rollout_watch is None,
+            "needs --rollout-watch",
+            "add --rollout-watch DIR, or leave it out",
+        )
+        for name in ("rollout_dir", "max_staleness")
+    ),
+    Rule(
+        "num_epochs",
+        lambda s: s.rollout_watch is not None and s.num_epochs > 1,
+        "excludes --rollout-watch: its files come once",
+        "leave --num-epochs out",
+    ),
+    *(
+        Rule(
+            name,
+            lambda s, name=name: (
+                not s.steps_foreseen
+                and s.lr_decay_iters is None
+                and s[name] not in (None, "constant")
+            ),
+            "needs --train-iters or --lr-decay-iters: --rollout-watch does not say how long the "
+            "run is",
+            "add --lr-decay-iters N",
+        )
+        for name in ("lr_decay_style", "lr_warmup_fraction")
+    ),
+    Rule(
+        "weight_decay_incr_style",
+        lambda s: not s.steps_foreseen and s.weight_decay_incr_style != "constant",
+        "needs --train-iters: --rollout-watch does not say how long the run is",
+        "add --train-iters N",
+    ),
+)
 
 BATCHES = (
     Rule(
@@ -214,7 +269,7 @@ CHECKPOINT = (
     ),
 )
 
-RUN_RULES = (*BATCHES, *SCHEDULE, *CHECKPOINT)
+RUN_RULES = (*ROLLOUTS, *BATCHES, *SCHEDULE, *CHECKPOINT)
 
 NOTES = (
     Rule(

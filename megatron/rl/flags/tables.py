@@ -194,6 +194,8 @@ METAVARS = {
     "hf_checkpoint": "DIR",
     "tensorboard_dir": "DIR",
     "rollout_data": "PATH",
+    "rollout_watch": "DIR",
+    "rollout_dir": "DIR",
     "config": "FILE",
     "reward_key": "KEY",
     "advantage_estimator": "NAME",

@@ -5,7 +5,8 @@ A run's place in its data is one number: rollout k is a pure function of the fil
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,21 @@ class RolloutFiles:
         return make_sample(row, entry, origin=f"{path}:{line}")
 
 
+@dataclass(frozen=True)
+class RolloutRows:
+    """The rows of one rollout.
+
+    Args:
+        files: what they are read from.
+        places: positions in `files.rows`, int64 [n], group after group.
+        scalars: what is worth a curve beyond the rows themselves, by TensorBoard name.
+    """
+
+    files: RolloutFiles
+    places: np.ndarray
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
 class FileSource:
     """Cuts checked files into rollouts of whole prompt groups, epoch after epoch.
 
@@ -184,6 +200,18 @@ class FileSource:
         groups = self._order(epoch)[first : first + self.groups_per_rollout]
         spans = [self._members[self._starts[g] : self._starts[g + 1]] for g in groups]
         return np.concatenate(spans)
+
+    def rollout(self, k: int, weight_version: int) -> RolloutRows:  # noqa: ARG002 -- files are there
+        """The rows of rollout k; see `Source.rollout`."""
+        return RolloutRows(self.files, self.rollout_rows(k))
+
+    def identity(self) -> dict[str, object]:
+        """See `Source.identity`."""
+        return {
+            "rollouts": self.files.fingerprint,
+            "rollout_batch_size": self.groups_per_rollout,
+            "shuffle": self._shuffle,
+        }
 
     def describe(self) -> str:
         """The files' figures and how they are cut, for the start of a run."""

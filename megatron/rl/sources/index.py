@@ -37,6 +37,7 @@ ROW_DTYPE = np.dtype(
         ("status", np.int8),  # position in STATUSES
         ("has_rollout_log_probs", np.bool_),
         ("has_values", np.bool_),
+        ("weight_version", np.int64),  # -1 where the row has none
         ("checksum", np.uint32),  # of everything a row has per token
     ]
 )
@@ -61,6 +62,7 @@ def entry_of(
         STATUSES.index(row.status or "completed"),
         row.rollout_log_probs is not None,
         row.values is not None,
+        -1 if row.weight_version is None else row.weight_version,
         checksum_of(row),
     )
 

@@ -15,6 +15,8 @@ OTHER_NAMES = {
     "mask": "loss_mask",
 }
 """What other programs call a field, by its letters: `logprobs` is most like `ref_log_probs`."""
+NOT_MEANT = frozenset({"weight_versions"})
+"""Fields of other programs' rows that only look alike: slime's has a version for each turn."""
 MAX_NAMES = 200
 MAX_NAME_CHARS = 40
 
@@ -28,7 +30,7 @@ def near_misses(names: Iterable[object]) -> dict[str, str]:
     given = {name for name in names if isinstance(name, str) and len(name) <= MAX_NAME_CHARS}
     lacking = {_letters(field): field for field in FIELDS if field not in given}
     found = {}
-    for name in sorted(given.difference(FIELDS))[:MAX_NAMES]:
+    for name in sorted(given.difference(FIELDS, NOT_MEANT))[:MAX_NAMES]:
         meant = OTHER_NAMES.get(_letters(name))
         if meant is None and (like := get_close_matches(_letters(name), lacking, 1, LIKENESS)):
             meant = lacking[like[0]]

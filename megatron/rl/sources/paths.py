@@ -42,12 +42,12 @@ def expand_paths(paths: Sequence[str]) -> tuple[list[str], list[RowError]]:
 def _files_of(path: str) -> Iterator[str]:
     """A path that exists is itself, even with a bracket in its name; else it is a glob."""
     if os.path.isdir(path):
-        yield from sorted(_files_below(path), key=_natural)
+        yield from sorted(_files_below(path), key=natural_order)
     elif os.path.lexists(path) or not glob.has_magic(path):
         yield path
     else:
         found = (file for file in _glob(path) if not os.path.isdir(file))
-        yield from sorted(set(found), key=_natural)
+        yield from sorted(set(found), key=natural_order)
 
 
 def _files_below(folder: str) -> Iterator[str]:
@@ -88,6 +88,6 @@ def _folders(root: str) -> Iterator[str]:
         yield parent if root else parent.removeprefix(".").removeprefix("/")
 
 
-def _natural(name: str) -> list[tuple[str, int]]:
+def natural_order(name: str) -> list[tuple[str, int]]:
     """rollout_2 before rollout_10."""
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]

@@ -54,6 +54,7 @@ class Row(msgspec.Struct):
     index: Number | None = None
     status: Literal["completed", "truncated", "aborted", "failed", "pending"] | None = None
     remove_sample: bool | None = None
+    weight_version: Offset | None = None
     prompt: Any = None
     response: Any = None
     label: Any = None
@@ -81,6 +82,7 @@ FIXES = {
     "index": "give each row of a file its own number, or leave it out of all of them",
     "status": f"use one of {', '.join(STATUSES)}",
     "remove_sample": "use true or false",
+    "weight_version": "give the optimizer steps that the engine's weights had taken, if any",
     "line": "write one JSON object a line, in UTF-8",
 }
 FREE_FIX = "write valid JSON and Unicode, or leave the field out"

@@ -11,15 +11,10 @@ from torch import Tensor
 from megatron.rl import cpu_backend
 from megatron.rl.arguments import resolve
 from megatron.rl.batching import MicroBatch
-from megatron.rl.build import (
-    build_scheduler,
-    build_trainee,
-    check_data,
-    data_identity,
-    make_source,
-)
+from megatron.rl.build import build_scheduler, build_trainee
 from megatron.rl.checkpoint import Checkpointer
 from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
+from megatron.rl.data import check_data, data_identity, make_source
 from megatron.rl.initialize import World, process_grid
 from megatron.rl.rollout import Computed, Rollout, read_rollout
 from megatron.rl.step import Trainee
@@ -64,6 +59,6 @@ def running(rank: int, world_size: int, argv: list[str]) -> Iterator[Running]:
         identity = data_identity(config, source)
         yield Running(
             trainee,
-            read_rollout(0, source, config, grid.dp_rank),
+            read_rollout(0, source.rollout(0, 0), config, grid.dp_rank),
             Checkpointer(config, grid, trainee, scheduler, identity),
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.rl import cpu_backend, initialize
 from megatron.rl.arguments import resolve
 from megatron.rl.batching import build_micro_batch
-from megatron.rl.build import check_data, make_source
 from megatron.rl.computed import compute, computed_streams
+from megatron.rl.data import check_data, make_source
 from megatron.rl.flags.generate import all_flags
 from megatron.rl.initialize import process_grid
 from megatron.rl.model import build_head
@@ -172,7 +172,7 @@ def outcome(rank: int, argv: list[str]) -> Outcome:
     world = initialize.World(rank, rank, 1, launched=True)
     with process_grid(config, world, torch.device("cpu")) as grid:
         source = make_source(config, check_data(config))
-        rollout = read_rollout(0, source, config, dp_rank=0)
+        rollout = read_rollout(0, source.rollout(0, 0), config, dp_rank=0)
         computed = compute(rollout, drawn_old_outputs(rollout), config, grid)
         streams = rollout.streams | computed_streams(rollout, config)
         step = rollout.steps[0]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron.rl.arguments import resolve
-from megatron.rl.build import check_data, make_source
 from megatron.rl.config import RunConfig
 from megatron.rl.cost import sample_costs
+from megatron.rl.data import check_data, make_source
 from megatron.rl.initialize import Grid, World
 from megatron.rl.report import packing_scalars, rollout_scalars
 from megatron.rl.rollout import Rollout, read_rollout
@@ -35,7 +35,9 @@ def planned(tmp_path: Path, flags: str, cp_size: int) -> tuple[RunConfig, Rollou
     argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", *flags.split()]
     argv += [f"--context-parallel-size={cp_size}", "--no-shuffle"]
     config = resolve(argv, 2 * cp_size, has_driver=False)
-    return config, read_rollout(0, make_source(config, check_data(config)), config, dp_rank=0)
+    return config, read_rollout(
+        0, make_source(config, check_data(config)).rollout(0, 0), config, dp_rank=0
+    )
 
 
 @pytest.mark.parametrize(

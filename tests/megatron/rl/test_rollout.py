@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import resolve
-from megatron.rl.build import check_data, make_source
+from megatron.rl.data import check_data, make_source
 from megatron.rl.rollout import Rollout, plan_rollout, read_rollout
 from tests.megatron.rl.tiny import MODEL_FLAGS, RUN_FLAGS, rollout_rows, write_rollouts
 
@@ -39,7 +39,7 @@ def read(folder: Path, rows: list[dict], dp_rank: int = 0) -> Rollout:
     data = write_rollouts(folder / "rollouts.jsonl", rows)
     argv = [*MODEL_FLAGS, *RUN_FLAGS, f"--rollout-data={data}", "--num-steps-per-rollout=2"]
     config = resolve(argv, 2, has_driver=False)
-    return read_rollout(0, make_source(config, check_data(config)), config, dp_rank)
+    return read_rollout(0, make_source(config, check_data(config)).rollout(0, 0), config, dp_rank)
 
 
 def test_a_rank_reads_the_samples_that_it_trains(tmp_path: Path) -> None:

@@ -5,7 +5,24 @@ FUNCTION = "tests.slime_loss.user_functions:anything"
 CUSTOM_LOSS = f"--custom-loss-function-path {FUNCTION}"
 ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2"
 
+WATCH = "--rollout-watch {tmp}/drop"
+UNKNOWN_LENGTH = f"{WATCH} --save {{tmp}} --lr-decay-style cosine --lr-warmup-fraction 0.1"
+
 BROKEN = [
+    ("--rollout-watch null", 1, "rollout_data", "or --rollout-watch must be given"),
+    (f"{WATCH} --rollout-data a", 1, "rollout_watch", "excludes --rollout-data"),
+    (WATCH, 1, "rollout_watch", "needs --save or --rollout-dir"),
+    ("--rollout-dir {tmp}", 1, "rollout_dir", "needs --rollout-watch"),
+    ("--max-staleness 2", 1, "max_staleness", "needs --rollout-watch"),
+    (f"{WATCH} --num-epochs 2", 1, "num_epochs", "excludes --rollout-watch"),
+    (UNKNOWN_LENGTH, 1, "lr_decay_style", "needs --train-iters or --lr-decay-iters"),
+    (UNKNOWN_LENGTH, 1, "lr_warmup_fraction", "needs --train-iters or --lr-decay-iters"),
+    (
+        f"{WATCH} --weight-decay-incr-style linear",
+        1,
+        "weight_decay_incr_style",
+        "needs --train-iters",
+    ),
     ("--use-dynamic-batch-size", 1, "use_dynamic_batch_size", "needs --max-tokens-per-gpu"),
     ("--max-tokens-per-gpu 99", 1, "max_tokens_per_gpu", "needs --use-dynamic-batch-size"),
     (

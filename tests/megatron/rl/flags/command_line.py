@@ -39,9 +39,14 @@ def hf_directory(directory: Path) -> str:
 
 
 def small_run(directory: Path, flags: str = "", model: str = MODEL) -> list[str]:
-    """The words of a run that breaks no rule, and `flags` after them."""
+    """The words of a run that breaks no rule, and `flags` after them.
+
+    Flags that name --rollout-watch stand in for --rollout-data.
+    """
+    data = [] if "--rollout-watch" in flags else ["--rollout-data", rollouts(directory)]
     return [
-        *f"--rollout-data {rollouts(directory)} --lr 1e-6".split(),
+        *data,
+        *["--lr", "1e-6"],
         *model.split(),
         *flags.split(),
     ]

@@ -21,6 +21,8 @@ def found(tmp_path: Path, *, has_driver: bool = False, **flags: object) -> list[
         "tensorboard_dir": None,
         "exit_on_missing_checkpoint": False,
         "pretrained_checkpoint": None,
+        "rollout_watch": None,
+        "rollout_dir": None,
         "custom_loss_function_path": None,
         "custom_advantage_function_path": None,
         "custom_tis_function_path": None,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import FlagError, resolve
-from megatron.rl.build import check_data
 from megatron.rl.config import RunConfig
+from megatron.rl.data import check_data
 from megatron.rl.initialize import World
 from megatron.rl.logging import setup_messages
 from megatron.rl.samples import RowRules
