@@ -5,8 +5,6 @@ zero coefficients.
 """
 
 import argparse
-import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import CONTENDERS, Plan, as_record, measure_memory, time_case
 from benchmarks.problem import Case
-from benchmarks.report import machine, memory_table, plain_needs, time_table
+from benchmarks.report import machine, memory_table, plain_needs, run_and_record, time_table
 
 _EPILOG = """examples:
   python -m benchmarks.head --json head.json
@@ -144,13 +142,7 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when it ran, whoever was the faster."""
-    options = parser().parse_args(arguments)
-    # As an exception, it ends the ranks, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = run(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
+    return run_and_record(run, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

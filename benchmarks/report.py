@@ -1,9 +1,13 @@
-"""Tables of results, in Markdown, and what is said of the machine."""
+"""Tables of results, in Markdown, what is said of the machine, and the record of a run."""
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.contenders import FLOOR, OURS
@@ -13,6 +17,18 @@ from benchmarks.problem import Case
 
 _FLOORS = {"head": FLOOR, "logits": LOGITS_FLOOR}
 _PACKAGES = ("torch", "megatron-core", "cut-cross-entropy", "liger-kernel", "trl", "triton")
+
+
+def run_and_record(
+    run: Callable[[argparse.Namespace], dict[str, object]], options: argparse.Namespace
+) -> int:
+    """Run a benchmark and write its record to `options.json`; 0 when it ran, whoever was faster."""
+    # As an exception, it ends the ranks, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    record = run(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return 0
 
 
 def time_table(case: Case, results: Sequence[Result], kind: Kind) -> str:

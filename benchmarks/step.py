@@ -8,7 +8,6 @@ A rollout of random ids is one step. README.md says how to read the tables.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -21,7 +20,7 @@ import numpy as np
 
 from benchmarks.packing import long_tailed
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import machine, table
+from benchmarks.report import machine, run_and_record, table
 from benchmarks.rollouts import write_rollouts
 from benchmarks.step_on_rank import CORE, GRPO, SFT, StepCase, Times, seconds_to_read, time_steps
 from benchmarks.stopwatch import MODEL, PARTS, REST
@@ -191,11 +190,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when it ran, whoever was the faster."""
-    options = parser().parse_args(arguments)
-    report = run(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
+    return run_and_record(run, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import resolve
-from megatron.rl.checkpoint_files import TRACKER
 from megatron.rl.config import RunConfig
 from megatron.rl.flags.generate import Flag, all_flags
 from megatron.rl.stopping import EXIT_CODES
@@ -195,9 +194,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "examples/rollouts/smollm2_chain_sum.jsonl", tmp_path / "rollouts")
     (tmp_path / "models" / "Qwen3-8B").mkdir(parents=True)
     (tmp_path / "models/Qwen3-8B/config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
-    earlier = tmp_path / "runs/quickstart/sft/checkpoints"
-    earlier.mkdir(parents=True)
-    (earlier / TRACKER).write_text("24", encoding="utf-8")
+    (tmp_path / "runs/quickstart/sft/checkpoints/iter_0000024").mkdir(parents=True)
     (tmp_path / "runs/first/tensorboard").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

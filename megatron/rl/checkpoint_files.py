@@ -69,6 +69,14 @@ def usable_checkpoints(directory: Path) -> list[Path]:
     return [steps[step] for step in usable]
 
 
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether a directory is a checkpoint or has one in it, whole or broken."""
+    try:
+        return is_checkpoint(directory) or bool(steps_in(directory))
+    except CheckpointError:
+        return False
+
+
 def _order(step: int, named: int | None) -> tuple[bool, bool, int]:
     """Sorts the tracker's step first, then those before it, the newest first."""
     return step != named, named is not None and step > named, -step

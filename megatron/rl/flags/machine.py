@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.rl.checkpoint_files import TRACKER
+from megatron.rl.checkpoint_files import holds_checkpoint
 from megatron.rl.flags.rule import Violation
 from megatron.rl.samples import printable
 from megatron.rl.sources.paths import expand_paths
@@ -49,12 +49,12 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
     yield from _rollouts(flags["rollout_data"])
     yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
     pretrained = flags["pretrained_checkpoint"]
-    if pretrained and not (Path(pretrained) / TRACKER).is_file():
+    if pretrained and not holds_checkpoint(Path(pretrained)):
         yield _violation(
             "--pretrained-checkpoint",
-            f"must hold a checkpoint ({TRACKER})",
+            "must hold a checkpoint (iter_0000001 and the like)",
             pretrained,
-            "give the --save directory of an earlier run",
+            "give the --save directory of an earlier run, or one checkpoint in it",
         )
     for name in ("save", "tensorboard_dir", "rollout_dir"):
         yield from _writable(f"--{name.replace('_', '-')}", flags[name])
@@ -91,10 +91,10 @@ def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Viol
     """A first start with `--load` and `--save` on one new directory must work."""
     if not load:
         return
-    if must_exist and not (Path(load) / TRACKER).is_file():
+    if must_exist and not holds_checkpoint(Path(load)):
         yield _violation(
             "--load",
-            f"must hold a checkpoint ({TRACKER})",
+            "must hold a checkpoint (iter_0000001 and the like)",
             load,
             "check the path, or leave --exit-on-missing-checkpoint out",
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.rl.checkpoint_files import TRACKER
+from megatron.rl.checkpoint_manifest import MANIFEST
 from megatron.rl.flags import machine
 from megatron.rl.flags.machine import cuda_driver_found, machine_violations
 from megatron.rl.flags.rule import Violation
@@ -109,17 +109,20 @@ def test_load_must_exist_unless_the_run_makes_it(tmp_path: Path) -> None:
 def test_a_checkpoint_may_be_demanded(tmp_path: Path) -> None:
     flags = {"load": str(tmp_path), "save": str(tmp_path), "exit_on_missing_checkpoint": True}
     (violation,) = found(tmp_path, **flags)
-    assert TRACKER in violation.rule
-    (tmp_path / TRACKER).write_text("3")
+    assert "must hold a checkpoint" in violation.rule
+    (tmp_path / "iter_0000003").mkdir()
     assert found(tmp_path, **flags) == []
 
 
 def test_pretrained_weights_must_be_there(tmp_path: Path) -> None:
     (violation,) = found(tmp_path, pretrained_checkpoint=str(tmp_path))
     assert violation.flag == "--pretrained-checkpoint"
-    assert TRACKER in violation.rule
-    (tmp_path / TRACKER).write_text("3")
-    assert found(tmp_path, pretrained_checkpoint=str(tmp_path)) == []
+    assert "must hold a checkpoint" in violation.rule
+    checkpoint = tmp_path / "iter_0000003"
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST).touch()
+    for directory in (tmp_path, checkpoint):
+        assert found(tmp_path, pretrained_checkpoint=str(directory)) == []
 
 
 @pytest.mark.parametrize("name", ["save", "tensorboard_dir"])
