@@ -1,7 +1,7 @@
 """The layouts that give the same numbers, and how far each is from one process.
 
 `python -m tests.megatron.rl.matrix` measures all of them, in float64, and prints the table of
-docs/parallelism.md; words after it name the layouts to measure.
+docs/layouts.md; words after it name the layouts to measure.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SIGMOID = ["--moe-router-score-function=sigmoid", "--moe-router-enable-expert-bi
 REWARDED = ["--kl-coef=0.1", "--gamma=0.95", "--kl-loss-type=k2"]
 CRITIC = ["--loss-type=value_loss", "--advantage-estimator=ppo", "--lambd=0.9", "--gamma=0.95"]
 
-RUNS = {
+MODELS = {
     "tied": POLICY,
     "untied": [*POLICY, *UNTIED, "--qk-layernorm", "--add-qkv-bias"],
     "layer norm": [*POLICY, *UNTIED, "--normalization=LayerNorm", "--add-bias-linear"],
@@ -62,6 +62,8 @@ RUNS = {
     "some experts": [*POLICY, *EXPERTS, "--moe-layer-freq=[0,1,1,0]", *SIGMOID],
     "shared expert": [*POLICY, *EXPERTS, "--moe-shared-expert-intermediate-size=16"],
     "critic": CRITIC,
+}
+LOSSES = {
     "gspo": ["--advantage-estimator=gspo", *POLICY],
     "opsm": ["--use-opsm", "--opsm-delta=0.1", *POLICY],
     "sequence tis": ["--use-tis", "--tis-level=sequence", "--tis-clip=1e6"],
@@ -73,6 +75,7 @@ RUNS = {
     "old log-probs": ["--num-steps-per-rollout=2", "--use-kl-loss", "--kl-loss-coef=0.1"],
     "sft": ["--loss-type=sft_loss"],
 }
+RUNS = MODELS | LOSSES
 """What is trained, by name: a model and an objective."""
 
 SIZES = {
@@ -182,7 +185,7 @@ EIGHT_RANKS = [
 ]
 OBJECTIVES = [
     layout
-    for run in list(RUNS)[list(RUNS).index("gspo") :]
+    for run in LOSSES
     for layout in layouts(run, "cp2 allgather mb3", "cp2 mb3", "dp2 mb3", "pp2 mb4", "tp2 sp mb4")
 ]
 MATRIX = [*QUICK, *FOUR_RANKS, *EIGHT_RANKS, *OBJECTIVES]
