@@ -5,6 +5,7 @@ Before every step all ranks compare a small digest: a difference is an error, no
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.rl.checkpoint_manifest import CheckpointError
@@ -40,7 +42,6 @@ class StepDigest:
         num_micro_batches: of every data-parallel rank.
         samples: checksum of the rollout's samples and of where each is trained.
         skipped_steps: so far.
-        configuration: checksum of the resolved flags.
     """
 
     step: int
@@ -48,7 +49,35 @@ class StepDigest:
     num_micro_batches: int
     samples: int
     skipped_steps: int
-    configuration: int
+
+
+def agree_on_flags(written: str) -> None:
+    """Compare the flags of all ranks, which decide whom each rank talks to and about what.
+
+    Args:
+        written: this rank's resolved flags, as YAML; one all-gather of its checksum over the whole
+            job, and of the text where checksums differ.
+
+    Raises:
+        StepError: naming each flag that differs, with its values and their ranks.
+    """
+    checksums = [0] * dist.get_world_size()
+    dist.all_gather_object(checksums, zlib.crc32(written.encode()))
+    if len(set(checksums)) == 1:
+        return
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, written)
+    everyones = [yaml.safe_load(text) for text in texts]
+    values = {name: [str(flags[name]) for flags in everyones] for name in everyones[0]}
+    differences = "; ".join(
+        f"--{name.replace('_', '-')}: {_in_groups(of_ranks)}"
+        for name, of_ranks in values.items()
+        if len(set(of_ranks)) > 1
+    )
+    raise StepError(
+        f"all ranks must have the same flags; {differences}; fix: start every rank with the same "
+        "command line, --config file and --hf-checkpoint"
+    )
 
 
 def agree(digest: StepDigest, stop: int, ids: Sequence[int], grid: Grid) -> int:

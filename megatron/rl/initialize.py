@@ -20,7 +20,7 @@ from megatron.rl import cpu_backend
 from megatron.rl.board import Board
 from megatron.rl.config import RunConfig
 from megatron.rl.float64 import float64_throughout
-from megatron.rl.guard import phase
+from megatron.rl.guard import agree_on_flags, phase
 from megatron.rl.watch import Watch
 
 
@@ -113,14 +113,18 @@ def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
     the groups are left to the process's end: to destroy them would wait for ranks that are gone.
 
     Raises:
-        StepError: the ranks did not find each other in time, with the ranks that are missing.
+        StepError: the ranks did not find each other in time, with the ranks that are missing; or
+            their flags differ.
     """
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     device = device_of(config, world)
     alone = Watch(world.rank, world.world_size)
     with phase("reaching the job's store", 0, alone):
         store, board = _store(world, timeout)
-    with Watch(world.rank, world.world_size, board, timeout.total_seconds()) as watch:
+    launcher = os.getppid() if _is_torchruns() else None
+    with Watch(
+        world.rank, world.world_size, board, timeout.total_seconds(), launcher=launcher
+    ) as watch:
         with phase("meeting the other ranks", 0, watch):
             dist.init_process_group(
                 backend_of(device),
@@ -129,6 +133,8 @@ def distributed(config: RunConfig, world: World) -> Iterator[Grid]:
                 world_size=world.world_size,
                 timeout=_group_timeout(timeout, device),
             )
+        with phase("comparing flags", 0, watch):
+            agree_on_flags(config.to_yaml())
         with process_grid(config, world, device, watch) as grid:
             yield grid
         dist.destroy_process_group()
@@ -170,7 +176,7 @@ def _store(world: World, timeout: timedelta) -> tuple[dist.Store, Board | None]:
     if not world.launched:
         return dist.HashStore(), None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_launchers = _is_torchruns()
     store = dist.TCPStore(
         host,
         port,
@@ -188,6 +194,11 @@ def _store(world: World, timeout: timedelta) -> tuple[dist.Store, Board | None]:
     if world.rank == 0:
         board.begin()
     return store, board
+
+
+def _is_torchruns() -> bool:
+    """Whether this process is a worker of torchrun's agent, which keeps the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def backend_of(device: torch.device) -> str:

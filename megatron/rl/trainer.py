@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -178,7 +177,6 @@ class Trainer:
             num_micro_batches=step.num_micro_batches,
             samples=rollout.digest,
             skipped_steps=self.progress.skipped_steps,
-            configuration=zlib.crc32(self.config.to_yaml().encode()),
         )
         ids = rollout.rows["index"][list(step.positions)].tolist()
         with self._phase("step guard", brief(ids)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Self
 import torch.distributed as dist
 
 from megatron.rl.board import Board, BoardError
-from megatron.rl.logging import log_error, log_info
+from megatron.rl.logging import log_error, log_info, log_warning
 from megatron.rl.signs import Sign, Survey, listed
 
 EXIT_STUCK = 4
@@ -58,6 +59,8 @@ class Watch:
         board: where ranks leave word.
         timeout_s: how long a rank may wait for another.
         pace: times of the watch.
+        launcher: the process that started this one and would end it; where it is gone, the rank
+            stops as if it had got SIGTERM. None: nobody would.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Watch:
         board: Board | None = None,
         timeout_s: float = 600.0,
         pace: Pace | None = None,
+        launcher: int | None = None,
     ) -> None:
         self.rank = rank
         self._ranks = range(world_size)
         self._board = board
         self._timeout_s = timeout_s
         self._pace = pace or Pace()
+        self._launcher = launcher
         self._sign = Sign(since=time.time())
         self._moved = self._step_began = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=20)
@@ -221,8 +226,16 @@ class Watch:
         while not self._closed.wait(self._pace.beat):
             if time.monotonic() - self._step_began > self._next_line and self.rank == 0:
                 self._say_slow()
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._stop_orphan()
             if self._is_stuck(1.1 * self._timeout_s + self._pace.silence):
                 self._end_stuck()
+
+    def _stop_orphan(self) -> None:
+        """Nobody else would end this rank, and a job that is started again writes where it does."""
+        log_warning(f"the launcher (process {self._launcher}) is gone: stopping as after SIGTERM")
+        self._launcher = None
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_stuck(self, limit_s: float) -> bool:
         stood = time.monotonic() - self._moved

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron.rl.checkpoint_manifest import CheckpointError
-from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, phase
+from megatron.rl.guard import SkippedStepsError, StepDigest, StepError, agree, agree_on_flags, phase
 from megatron.rl.initialize import World as RankWorld
 from megatron.rl.watch import Watch
 from tests.spawn import World
 
-SAME = StepDigest(
-    step=7, rollout=2, num_micro_batches=3, samples=12345, skipped_steps=0, configuration=99
-)
+SAME = StepDigest(step=7, rollout=2, num_micro_batches=3, samples=12345, skipped_steps=0)
+
+
 IDS = {0: [10, 11], 1: [10, 11], 2: [12, 13]}
 
 
@@ -51,6 +51,26 @@ def test_every_rank_names_the_fields_and_ranks_that_differ(three_ranks: World) -
         "samples [10, 11] on rank 0, 1, [12, 13] on rank 2"
     )
     assert three_ranks.run(agree_or_say_why, differing, [0, 0, 0]) == [message] * 3
+
+
+def flags_or_say_why(rank: int, written: list[str]) -> str:
+    try:
+        agree_on_flags(written[rank])
+    except StepError as error:
+        return str(error)
+    return "same"
+
+
+def test_every_rank_names_the_flags_that_differ(three_ranks: World) -> None:
+    written = "seed: 1\nlr: 0.1\n"
+    assert three_ranks.run(flags_or_say_why, [written] * 3) == ["same"] * 3
+    message = (
+        "all ranks must have the same flags; --seed: 1 on rank 0, 1, 7 on rank 2; fix: start every "
+        "rank with the same command line, --config file and --hf-checkpoint"
+    )
+    assert (
+        three_ranks.run(flags_or_say_why, [written] * 2 + ["seed: 7\nlr: 0.1\n"]) == [message] * 3
+    )
 
 
 def test_an_error_in_a_phase_names_rank_step_and_samples() -> None:

@@ -145,6 +145,21 @@ def test_a_step_that_is_not_slow_says_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert lines == []
 
 
+def test_a_rank_whose_launcher_is_gone_stops_as_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got: list[int] = []
+    monkeypatch.setattr(watch_module, "log_warning", lambda _: None)
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        for launcher, expected in ((os.getppid(), []), (-1, [signal.SIGTERM])):
+            with Watch(0, 1, pace=QUICK, launcher=launcher):
+                time.sleep(6 * QUICK.beat)
+            assert got == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class EndedError(Exception):
     """In place of the end of the process."""
 
