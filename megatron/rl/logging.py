@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -251,8 +252,10 @@ class RunLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        # a disk that is full fails the close as well, which says less than the error before it
+        with nullcontext() if kind is None else suppress(OSError):
+            self.close()
 
     def _show(self) -> None:
         if self._waiting:

@@ -39,7 +39,7 @@ EXIT_USAGE = 2
 EXIT_SKIPPED = 3
 EXIT_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: saved, run it again
 
-FORESEEN = (RuntimeError, OSError, ValueError)
+FORESEEN = (BadRowsError, RuntimeError, OSError, ValueError)
 """What a lost peer, a full disk or bad input raise: their message is enough."""
 
 EXIT_CODES = {

@@ -1,5 +1,6 @@
 """Every number a run shows is the number it was given, once, wherever it is read from."""
 
+import errno
 import json
 import math
 import re
@@ -328,3 +329,14 @@ class TestMemoryScalars:
         assert set(before) == {"mem-host-rss-bytes"}
         grown = after["mem-host-rss-bytes"] - before["mem-host-rss-bytes"]
         assert grown == pytest.approx(held.nbytes, rel=0.1)
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "at the close")
+
+    monkeypatch.setattr("megatron.rl.logging.RunFiles.close", fail)
+    with pytest.raises(KeyError, match="before"), open_logger(tmp_path):
+        raise KeyError("before")
+    with pytest.raises(OSError, match="at the close"), open_logger(tmp_path):
+        pass

@@ -10,6 +10,7 @@ from megatron.rl.checkpoint_files import CheckpointError
 from megatron.rl.config import CheckpointConfig
 from megatron.rl.guard import SkippedStepsError, StepError
 from megatron.rl.initialize import World
+from megatron.rl.samples import BadRowsError
 from megatron.rl.stopping import Stop, StopRequest, exit_with_message
 
 
@@ -63,6 +64,15 @@ def test_every_error_has_its_code(error: BaseException, code: int) -> None:
     with pytest.raises(SystemExit) as ended, exit_with_message(World()):
         raise error
     assert ended.value.code == code
+
+
+@pytest.mark.parametrize("cause", [OSError("full"), BadRowsError([])])
+def test_what_was_foreseen_is_one_message(
+    cause: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit), exit_with_message(World()):
+        raise StepError("rank 0, step 1") from cause
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def fail_by_our_own_mistake() -> None:
