@@ -50,19 +50,21 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
     checkpointer = Checkpointer(config, grid, trainee, scheduler, data_identity(config, source))
     with starting("loading the checkpoint"):
         restored = restore(config, checkpointer) or Restored(Progress(), {})
+    with starting("opening the logs"):
+        logger = RunLogger(
+            config.logging,
+            is_writer=grid.is_writer,
+            first_step=restored.progress.step + 1,
+            total_steps=total_steps,
+            resolved_config=config.to_yaml(),
+        )
     return Trainer(
         config=config,
         grid=grid,
         source=source,
         trainee=trainee,
         checkpointer=checkpointer,
-        logger=RunLogger(
-            config.logging,
-            is_writer=grid.is_writer,
-            first_step=restored.progress.step + 1,
-            total_steps=total_steps,
-            resolved_config=config.to_yaml(),
-        ),
+        logger=logger,
         total_steps=total_steps,
         progress=restored.progress,
         old_outputs=restored.old_outputs,
@@ -73,11 +75,13 @@ def restore(config: RunConfig, checkpointer: Checkpointer) -> Restored | None:
     """Load `--load`; without a checkpoint there the run starts from its initial weights.
 
     Raises:
-        CheckpointError: the checkpoint does not fit, or none there is complete.
+        CheckpointError: the checkpoint does not fit, or none there is complete; or `--save` holds
+            those of another run.
     """
+    restored = None if config.checkpoint.load is None else checkpointer.load()
+    checkpointer.check_place(0 if restored is None else restored.progress.step)
     if config.checkpoint.load is None:
         return None
-    restored = checkpointer.load()
     if restored is None:
         log_info(f"no checkpoint in {config.checkpoint.load} yet: starting at step 1")
     else:

@@ -16,7 +16,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron.rl.checkpoint_files import FIX, CheckpointError, usable_checkpoints
+from megatron.rl.checkpoint_files import (
+    FIX,
+    CheckpointError,
+    complete_steps,
+    usable_checkpoints,
+)
 from megatron.rl.checkpoint_keep import Keep
 from megatron.rl.checkpoint_model import (
     architecture_of,
@@ -154,6 +159,30 @@ class Checkpointer:
         if flags.finetune:
             return Restored(Progress(), {})
         return Restored(Progress(**common["progress"]), common["old_outputs"])
+
+    def check_place(self, step: int) -> None:
+        """A run replaces no checkpoints in `--save` but those that it goes on from.
+
+        Args:
+            step: the last step before this run's first.
+
+        Raises:
+            CheckpointError: there are later ones.
+        """
+        flags = self.config.checkpoint
+        came_from = flags.load and {Path(flags.load).resolve(), Path(flags.load).resolve().parent}
+        if flags.save is None or (came_from and Path(flags.save).resolve() in came_from):
+            return
+        newest: list[Any] = [None]
+        if self.grid.is_writer:
+            newest[0] = max(complete_steps(Path(flags.save)), default=0)
+        dist.broadcast_object_list(newest, src=0)
+        if newest[0] > step:
+            raise CheckpointError(
+                f"--save must not hold checkpoints that this run would replace: {flags.save} has "
+                f"step {newest[0]}, and this run starts at step {step + 1}; fix: --load "
+                f"{flags.save} to go on from there, or --save to another directory"
+            )
 
     @property
     def _with_optimizer(self) -> bool:

@@ -101,6 +101,11 @@ def steps_in(directory: Path) -> dict[int, Path]:
     return found
 
 
+def complete_steps(directory: Path) -> dict[int, Path]:
+    """The steps whose checkpoints are complete, with their directories."""
+    return {step: path for step, path in steps_in(directory).items() if damage(path) is None}
+
+
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return root / f"iter_{step:07d}"

@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.rl.checkpoint_files import REPLACED, step_directory, steps_in, write_tracker
-from megatron.rl.checkpoint_manifest import damage, sync
+from megatron.rl.checkpoint_files import REPLACED, complete_steps, step_directory, write_tracker
+from megatron.rl.checkpoint_manifest import sync
 
 DELETED = ".deleted"
 """End of the name of a checkpoint that is being deleted."""
@@ -38,7 +38,7 @@ class Keep:
 
         Broken ones are neither counted nor deleted.
         """
-        complete = {s: path for s, path in steps_in(root).items() if damage(path) is None}
+        complete = complete_steps(root)
         for step in self._surplus(list(complete), newest) if newest in complete else ():
             delete(complete[step])
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.rl.checkpoint_files import holds_checkpoint
-from megatron.rl.flags.rule import Violation
+from megatron.rl.flags.rule import Violation, is_same_place
 from megatron.rl.samples import printable
 from megatron.rl.sources.paths import expand_paths
 from slime_loss import ConfigError, load_function
@@ -98,7 +98,7 @@ def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Viol
             load,
             "check the path, or leave --exit-on-missing-checkpoint out",
         )
-    elif not Path(load).is_dir() and (save is None or Path(load) != Path(save)):
+    elif not Path(load).is_dir() and not is_same_place(load, save):
         yield _violation(
             "--load",
             "must be a directory that exists, unless it is --save",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,11 @@ class Violation:
     def __str__(self) -> str:
         """Two lines: flag, rule and value; and the fix."""
         return f"{self.flag} {self.rule}: {self.given}\n      fix: {self.fix}"
+
+
+def is_same_place(directory: str | None, other: str | None) -> bool:
+    """Whether two paths lead to one directory, however they are written; None leads nowhere."""
+    return bool(directory and other) and os.path.realpath(directory) == os.path.realpath(other)
 
 
 class UnreadableError(Exception):

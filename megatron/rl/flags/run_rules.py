@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.rl.flags.rule import Rule
+from megatron.rl.flags.rule import Rule, is_same_place
 
 REQUIRED = {
     "lr": "add --lr X; 1e-6 is usual for RL",
@@ -82,6 +82,19 @@ BATCHES = (
         lambda s: s.max_tokens_per_gpu is not None and not s.use_dynamic_batch_size,
         "needs --use-dynamic-batch-size",
         "add --use-dynamic-batch-size, or leave --max-tokens-per-gpu out",
+    ),
+    Rule(
+        "max_tokens_per_gpu",
+        lambda s: s.max_tokens_per_gpu is not None and s.max_tokens_per_gpu * s.cp < 2,
+        "times --context-parallel-size {context_parallel_size} must take the shortest sample: one "
+        "token of a prompt and one of a response",
+        "use a little more than the longest sample divided by --context-parallel-size",
+    ),
+    Rule(
+        "max_position_embeddings",
+        lambda s: s.max_position_embeddings is not None and s.max_position_embeddings < 2,
+        "must take the shortest sample: one token of a prompt and one of a response",
+        "use what the model takes",
     ),
     Rule(
         "use_dynamic_batch_size",
@@ -257,7 +270,7 @@ CHECKPOINT = (
     ),
     Rule(
         "finetune",
-        lambda s: s.finetune and s.load is not None and s.load == s.save,
+        lambda s: s.finetune and is_same_place(s.load, s.save),
         "restarts at step 0, so --load must not be --save {save}: no restart would ever get on",
         "save into another directory, or leave --finetune out to continue",
     ),

@@ -291,6 +291,19 @@ def test_a_broken_checkpoint_gives_way_to_the_newest_complete_one(
         assert f"{TRACKER} must hold the number of a step" in message
 
 
+def test_a_run_does_not_replace_checkpoints_that_it_does_not_go_on_from(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    argv = [*flags, f"--save={tmp_path}/run", "--no-load-optim"]
+    two_ranks.run(save_steps, argv, [2, 4])
+    two_ranks.run(save_steps, [*argv, f"--save={tmp_path}/other"], [2])
+    for load, start in ([], 1), ([f"--load={tmp_path}/other"], 3):
+        for message in two_ranks.run(refusal_to_begin, [*argv, *load]):
+            assert f"{tmp_path}/run has step 4, and this run starts at step {start}; " in message
+    for load in ("run", "run/../run/", "run/iter_0000002"):
+        assert two_ranks.run(refusal_to_begin, [*argv, f"--load={tmp_path}/{load}"]) == ["", ""]
+
+
 @pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]])
 def test_experts_go_on_bit_for_bit(
     two_ranks: World, experts: list[str], tmp_path: Path, more: list[str]

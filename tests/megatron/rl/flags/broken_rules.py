@@ -26,6 +26,13 @@ BROKEN = [
     ("--use-dynamic-batch-size", 1, "use_dynamic_batch_size", "needs --max-tokens-per-gpu"),
     ("--max-tokens-per-gpu 99", 1, "max_tokens_per_gpu", "needs --use-dynamic-batch-size"),
     (
+        "--use-dynamic-batch-size --max-tokens-per-gpu 1",
+        1,
+        "max_tokens_per_gpu",
+        "times --context-parallel-size 1 must take the shortest sample",
+    ),
+    ("--max-position-embeddings 1", 1, "max_position_embeddings", "must take the shortest sample"),
+    (
         "--use-dynamic-batch-size --max-tokens-per-gpu 99 --qkv-format bshd",
         1,
         "use_dynamic_batch_size",
@@ -140,6 +147,7 @@ BROKEN = [
         "must be a multiple of --save-interval 4",
     ),
     ("--save {tmp} --load {tmp} --finetune", 1, "finetune", "restarts at step 0"),
+    ("--save {tmp}/x/.. --load {tmp}/ --finetune", 1, "finetune", "restarts at step 0"),
     ("--exit-on-missing-checkpoint", 1, "exit_on_missing_checkpoint", "needs --load"),
     ("--squared-relu --swiglu", 1, "squared_relu", "excludes --swiglu"),
     ("--group-query-attention", 1, "group_query_attention", "needs --num-query-groups"),

@@ -100,6 +100,7 @@ def test_load_must_exist_unless_the_run_makes_it(tmp_path: Path) -> None:
     new = str(tmp_path / "checkpoints")
     assert found(tmp_path, load=new, save=new) == []
     assert found(tmp_path, load=new + "/", save=new) == []
+    assert found(tmp_path, load=os.path.relpath(new), save=new) == []
     assert found(tmp_path, load=str(tmp_path)) == []
     for save in (None, str(tmp_path)):
         (violation,) = found(tmp_path, load=new, save=save)
