@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_tolerance,
         metavar="X",
         help="largest relative difference that is the same; by default "
         + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items()),
@@ -87,11 +88,20 @@ def _positive(text: str) -> int:
     return value
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0: {value}")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch, launch, compare; returns the exit code."""
     arguments = parse_arguments(argv)
-    launches = {name: launch_of(arguments, name) for name in "ab"}
     try:
+        if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
+            raise ValueError(f"--json must be in a directory that can be written: {arguments.json}")
+        launches = {name: launch_of(arguments, name) for name in "ab"}
         configs = {name: config_of(name, launch) for name, launch in launches.items()}
         steps = {}
         for name, launch in launches.items():
@@ -115,9 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_of(arguments: argparse.Namespace, name: str) -> Launch:
-    """The launch that the arguments describe under one letter."""
+    """The launch that the arguments describe under one letter.
+
+    Raises:
+        ValueError: the flags are no words.
+    """
     words = [f"--config={arguments.config}"] if arguments.config is not None else []
-    words += shlex.split(arguments.flags) + shlex.split(getattr(arguments, f"flags_{name}"))
+    for flag in ("flags", f"flags_{name}"):
+        text = getattr(arguments, flag)
+        try:
+            words += shlex.split(text)
+        except ValueError as error:
+            spelling = f"--{flag.replace('_', '-')}"
+            raise ValueError(f"{spelling} must be words of a shell ({error}): {text}") from None
     overrides: dict[str, Any] = dict(PARITY)
     if arguments.float64:
         overrides |= {"fp64": True, "bf16": False}

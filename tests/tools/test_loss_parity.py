@@ -111,3 +111,28 @@ def test_the_table_shows_everything_beyond_the_tolerance() -> None:
     assert loss_parity.is_same(differences[2:], 1e-10)
     nan = Difference("nan", "scalar", 1.0, float("nan"), float("nan"), 0.0)
     assert not loss_parity.is_same([nan], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--flags-b=--lr 'x", "--flags-b must be words of a shell (No closing quotation): --lr 'x"),
+        ("--json=/no/such/folder/x.json", "--json must be in a directory that can be written: /no"),
+    ],
+)
+def test_what_cannot_be_used_is_told_first(
+    config: Path, capsys: pytest.CaptureFixture[str], word: str, message: str
+) -> None:
+    assert run(config, word) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
+def test_a_tolerance_is_a_number(
+    config: Path, capsys: pytest.CaptureFixture[str], tolerance: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(config, f"--tolerance={tolerance}")
+    assert "must be finite and at least 0" in capsys.readouterr().err

@@ -106,6 +106,10 @@ class BrokenRuleError(Exception):
         self.value = shown(value)
         self.fix = FIXES.get(re.split(r"[.\[]", field)[0], FREE_FIX) if fix is None else fix
 
+    def __str__(self) -> str:
+        """`field rule: field=value`, for the errors that quote this one."""
+        return f"{self.field} {self.rule}: {self.field}={self.value}"
+
 
 class BadFileError(BrokenRuleError):
     """A whole file cannot be used."""

@@ -131,8 +131,9 @@ def test_a_file_that_changed_is_refused(
     with pytest.raises(BadRowsError, match=f"{path}:2: file must be the file that was checked"):
         files.read([1])
     path.unlink()
-    with pytest.raises(BadRowsError, match=f"{path}: file must be the file that was checked"):
+    with pytest.raises(BadRowsError, match=f"{path}: file must be the file that was checked") as e:
         files.read([0])
+    assert "(file must be readable: file=" in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "ref_log_probs", "values"])
