@@ -77,7 +77,7 @@ def export(
     """Load the weights into one process and write them."""
     found = find_checkpoint(checkpoint)
     config = saved_config(str(found / CONFIG), **one_process())
-    if config.loss.loss_type == "value_loss":
+    if config.is_critic:
         raise ValueError(
             f"{found} is a critic's, whose value head no Hugging Face language model has: "
             "loss_type=value_loss"

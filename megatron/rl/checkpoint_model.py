@@ -154,7 +154,7 @@ def architecture_of(config: RunConfig) -> dict[str, Any]:
         name: getattr(config.model if hasattr(config.model, name) else config.transformer, name)
         for name in ARCHITECTURE
     }
-    return fields | {IS_CRITIC: config.loss.loss_type == "value_loss"}
+    return fields | {IS_CRITIC: config.is_critic}
 
 
 def check_architecture(

@@ -21,8 +21,7 @@ from slime_loss import AdvantageInputs, approximate_kl, compute_advantages
 
 def old_is_engines(config: RunConfig) -> bool:
     """Whether the engine's log-probs are the old policy's: by flag, or for a critic's rewards."""
-    is_critic = config.loss.loss_type == "value_loss"
-    return config.loss.use_rollout_logprobs or (is_critic and config.advantage.kl_coef > 0)
+    return config.loss.use_rollout_logprobs or (config.is_critic and config.advantage.kl_coef > 0)
 
 
 def needs_pass(rollout: Rollout, config: RunConfig) -> bool:
@@ -32,7 +31,7 @@ def needs_pass(rollout: Rollout, config: RunConfig) -> bool:
     one step, unless its rewards pay for the distance from the reference model: in one step the old
     policy is the current one.
     """
-    return config.loss.loss_type == "value_loss" or (
+    return config.is_critic or (
         config.loss.loss_type in ("policy_loss", "custom_loss")
         and not config.loss.use_rollout_logprobs
         and (len(rollout.steps) > 1 or config.advantage.kl_coef > 0)
@@ -41,8 +40,7 @@ def needs_pass(rollout: Rollout, config: RunConfig) -> bool:
 
 def needs_values(config: RunConfig) -> bool:
     """Whether the rows must bring a critic's values."""
-    is_critic = config.loss.loss_type == "value_loss"
-    return config.advantage.advantage_estimator == "ppo" and not is_critic
+    return config.advantage.advantage_estimator == "ppo" and not config.is_critic
 
 
 def computed_streams(rollout: Rollout, config: RunConfig) -> frozenset[str]:
@@ -50,8 +48,8 @@ def computed_streams(rollout: Rollout, config: RunConfig) -> frozenset[str]:
     loss_type, advantage = config.loss.loss_type, config.advantage
     gives_returns = advantage.advantage_estimator == "ppo" and not advantage.is_custom
     is_given = {
-        "old_log_probs": loss_type != "value_loss" and needs_pass(rollout, config),
-        "values": loss_type == "value_loss",
+        "old_log_probs": not config.is_critic and needs_pass(rollout, config),
+        "values": config.is_critic,
         "advantages": loss_type in ("policy_loss", "custom_loss"),
         "returns": loss_type != "sft_loss" and gives_returns,
     }
@@ -118,10 +116,9 @@ def compute(
     inputs = _inputs(rollout, own, old_outputs, config, grid)
     found = compute_advantages(inputs, config.advantage, group=grid.groups.dp)
     returns = found.returns or []
-    is_critic = config.loss.loss_type == "value_loss"
     return Computed(
-        {} if is_critic else old_outputs,
-        old_outputs if is_critic else {},
+        {} if config.is_critic else old_outputs,
+        old_outputs if config.is_critic else {},
         dict(zip(own, found.advantages, strict=True)),
         dict(zip(own, returns, strict=found.returns is not None)),
     )
@@ -137,7 +134,7 @@ def _inputs(
     on_device = partial(torch.as_tensor, device=grid.device)
     mine = [rollout.samples[position] for position in own]
     values = None
-    if config.loss.loss_type == "value_loss":
+    if config.is_critic:
         values = [on_device(old_outputs[position]) for position in own]
     elif rollout.rows["has_values"].all():
         values = [on_device(sample.values) for sample in mine]

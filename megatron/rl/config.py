@@ -331,6 +331,11 @@ class RunConfig:
         """Ranks, vocabulary and batches that follow from the flags and the world size."""
         return DerivedLayout.of(self)
 
+    @property
+    def is_critic(self) -> bool:
+        """Whether the model in training gives values, and no distribution over tokens."""
+        return self.loss.loss_type == "value_loss"
+
     def to_yaml(self) -> str:
         """Every flag with its value; as the file of `--config` it gives this run again."""
         return self._yaml

@@ -42,7 +42,7 @@ def even_length(config: RunConfig) -> int:
     """a / b: weights that a token passes / (heads * head size * layers), and 1 for the diagonal."""
     transformer = config.transformer
     width = transformer.num_attention_heads * transformer.kv_channels
-    columns = 1 if config.loss.loss_type == "value_loss" else config.layout.padded_vocab_size
+    columns = 1 if config.is_critic else config.layout.padded_vocab_size
     weights = transformer.hidden_size * columns + sum(
         _attention_weights(transformer) + _mlp_weights(transformer, is_moe)
         for is_moe in _moe_layers(transformer)

@@ -62,7 +62,7 @@ def rotary_of(config: RunConfig) -> Rotary:
 
 def build_head(config: RunConfig, groups: ProcessGroupCollection) -> RLHead | ValueHead:
     """The loss as a model head; it has no parameter of its own."""
-    if config.loss.loss_type == "value_loss":
+    if config.is_critic:
         return ValueHead(
             config.value_loss,
             tp_group=groups.tp if groups.tp.size() > 1 else None,
@@ -106,8 +106,7 @@ def wrap_model(config: RunConfig, chunks: list[MegatronModule]) -> list[Megatron
 def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel:
     stage, last = grid.groups.pp.rank(), grid.pp_size - 1
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-    is_critic = config.loss.loss_type == "value_loss"
-    return (Critic if is_critic else RLModel)(
+    return (Critic if config.is_critic else RLModel)(
         config.transformer,
         transformer_layer_spec=block_spec(config, grid, vp_stage),
         vocab_size=config.layout.padded_vocab_size,
@@ -115,7 +114,7 @@ def _build_chunk(config: RunConfig, grid: Grid, vp_stage: int | None) -> RLModel
         pre_process=stage == 0 and vp_stage in (None, 0),
         post_process=stage == last and vp_stage in (None, chunks - 1),
         share_embeddings_and_output_weights=not (
-            is_critic or config.model.untie_embeddings_and_output_weights
+            config.is_critic or config.model.untie_embeddings_and_output_weights
         ),
         position_embedding_type="none",
         pg_collection=grid.groups,

@@ -149,10 +149,9 @@ def fill_initial_weights(config: RunConfig, trainee: Trainee) -> None:
     drawn as well: zero would teach the layers nothing.
     """
     drawn = config.checkpoint.pretrained_checkpoint is None and config.model.hf_checkpoint is None
-    is_critic = config.loss.loss_type == "value_loss"
     for chunk in trainee.chunks:
         for shard in _shards(unwrap(chunk)):
-            if drawn or (is_critic and shard.key == OUTPUT_LAYER):
+            if drawn or (config.is_critic and shard.key == OUTPUT_LAYER):
                 _draw(shard, config)
     trainee.optimizer.reload_model_params()
 
