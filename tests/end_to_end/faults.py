@@ -5,13 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pretrain_rl
 from megatron.rl import build, checkpoint_write, initialize, trainer
+from megatron.rl.sources import RolloutRows
 from megatron.rl.step import Trainee
 from megatron.rl.stopping import Stop
 from megatron.rl.trainer import Trainer
@@ -97,46 +98,44 @@ def before_call(
     return plant
 
 
-def in_reading(change: Callable[[Any], Any]) -> Callable[[], None]:
+def in_reading(change: Callable[[RolloutRows], RolloutRows]) -> Callable[[], None]:
     """Change the second rollout as the trainer reads it."""
 
     def plant() -> None:
         before = trainer.read_rollout
 
-        def read(number: int, source: Any, config: Any, dp_rank: int) -> Any:
-            return before(number, change(source) if number == 1 else source, config, dp_rank)
+        def read(number: int, found: RolloutRows, *others: Any) -> Any:
+            return before(number, change(found) if number == 1 else found, *others)
 
         trainer.read_rollout = read
 
     return plant
 
 
-def asleep(source: Any) -> Any:
+def asleep(found: RolloutRows) -> RolloutRows:
     sleep()
-    return source
+    return found
 
 
-def other_order(source: Any) -> Any:
+def other_order(found: RolloutRows) -> RolloutRows:
     """The same prompts from the last to the first."""
-    rows = source.rollout_rows
-    source.rollout_rows = lambda k: rows(k)[::-1]
-    return source
+    return replace(found, places=found.places[::-1])
 
 
-def other_token(source: Any) -> Any:
+def other_token(found: RolloutRows) -> RolloutRows:
     """A file whose rows have the same ids and lengths and one other token."""
-    source.files.rows["checksum"] += 1
-    read = source.files.read
+    files, read = found.files, found.files.read
+    files.rows["checksum"] += 1
 
     def unlike_the_file(positions: Any) -> Any:
-        source.files.rows["checksum"] -= 1
+        files.rows["checksum"] -= 1
         try:
             return read(positions)
         finally:
-            source.files.rows["checksum"] += 1
+            files.rows["checksum"] += 1
 
-    source.files.read = unlike_the_file
-    return source
+    files.read = unlike_the_file
+    return found
 
 
 def skipped_collective() -> None:
