@@ -38,6 +38,7 @@ EXTRAS = {
     "text": ["transformers>=5.24", "sentencepiece>=0.2", "tiktoken>=0.9"],
     "engine": ["httpx2>=2.16.2"],  # rollouts from servers
     "plot": ["matplotlib>=3.9"],
+    "inspect": ["rich>=13.9"],
     "lint": ["ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414", "import-linter>=2.1"],
     "test": [
         "pytest>=8.3",
@@ -47,6 +48,7 @@ EXTRAS = {
         "beartype>=0.19",
         "pyarrow>=17.0",
         "matplotlib>=3.9",
+        "rich>=13.9",
         "httpx2>=2.16.2",
         "transformers>=5.24",  # with mbridge and its einops the oracle of megatron.rl.hf
         "mbridge>=0.15.1,<0.16",
