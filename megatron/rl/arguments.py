@@ -28,12 +28,12 @@ from megatron.rl.flags.read import Given, read_architecture, read_command_line, 
 from megatron.rl.flags.rule import FlagView, Violation
 from megatron.rl.flags.run_rules import NOTES, REQUIRED, RUN_RULES
 from megatron.rl.flags.values import written
+from megatron.rl.stopping import EXIT_USAGE
 from slime_loss import ConfigError
 
 if TYPE_CHECKING:
     from megatron.rl.initialize import World
 
-EXIT_BAD_FLAGS = 2
 SECONDS_TO_SPEAK = 60.0
 """How long a rank with nothing to say waits before it ends."""
 CORE = "megatron.core"
@@ -68,7 +68,7 @@ def parse_config(argv: Sequence[str], world: World) -> RunConfig:
         return resolve(argv, world.world_size, has_driver=cuda_driver_found())
     except FlagError as error:
         _print_violations(error.violations, world)
-    sys.exit(EXIT_BAD_FLAGS)
+    sys.exit(EXIT_USAGE)
 
 
 def resolve(
