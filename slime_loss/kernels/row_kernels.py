@@ -6,7 +6,7 @@ program a block of a row. Nothing is tuned or accumulated across programs: the s
 """
 
 from collections.abc import Callable
-from typing import Any, cast, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -216,8 +216,7 @@ def launch_gradient(
 
 def _block_of(num_columns: int) -> tuple[int, int]:
     """Columns a program holds at a time, a power of two, and the warps that share them."""
-    # triton annotates what kernels make of it, too
-    power = cast("int", triton.next_power_of_2(num_columns))
+    power = 1 << (num_columns - 1).bit_length()
     block = min(max(power, _COLUMNS_PER_WARP), _MAX_BLOCK)
     return block, block // _COLUMNS_PER_WARP
 
