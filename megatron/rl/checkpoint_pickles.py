@@ -66,12 +66,16 @@ def check_metadata(directory: Path) -> None:
 
 @contextmanager
 def plain_values_only() -> Iterator[None]:
-    """Hold every `torch.load` of the block, core's too, to tensors and plain values."""
+    """Hold every `torch.load` of the block, core's too, to tensors and plain values.
+
+    Tensors are read in the dtype of the file: a mode that changes dtypes, as --fp64 is, rests.
+    """
     environment = os.environ  # noqa: TID251 - torch's only switch for calls that say otherwise
     before = {name: environment.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     environment[_FORCE] = "1"
     try:
-        yield
+        with torch._C.DisableTorchFunction():
+            yield
     finally:
         del environment[_FORCE]
         environment.update({name: value for name, value in before.items() if value is not None})

@@ -35,6 +35,10 @@ def float64_throughout() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
+_BYTES_AS = (Tensor.view, torch.frombuffer)
+"""Whose dtype says what bytes are, such as those of a file of weights."""
+
+
 class _Float64(TorchFunctionMode):
     def __torch_function__(
         self,
@@ -49,7 +53,7 @@ class _Float64(TorchFunctionMode):
         if func is Tensor.type and len(args) == 1 and not kwargs:
             # core's optimizers sort parameters by this name and know none of float64
             return func(*args).replace("DoubleTensor", "FloatTensor")
-        if kwargs.get("dtype") is torch.float32:
+        if kwargs.get("dtype") is torch.float32 and func not in _BYTES_AS:
             kwargs["dtype"] = torch.float64
         if func is Tensor.to:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)

@@ -304,6 +304,15 @@ def test_a_run_does_not_replace_checkpoints_that_it_does_not_go_on_from(
         assert two_ranks.run(refusal_to_begin, [*argv, f"--load={tmp_path}/{load}"]) == ["", ""]
 
 
+def test_a_run_in_float32_goes_on_in_float64(
+    two_ranks: World, flags: list[str], tmp_path: Path
+) -> None:
+    argv = [*flags, f"--save={tmp_path}", f"--load={tmp_path}"]
+    saved = two_ranks.run(save_after_two, argv)[0]
+    got = two_ranks.run(load_and_go_on, [*argv, "--fp64"])[0]
+    assert got.metrics["loss"] == pytest.approx(saved.metrics["loss"], rel=0, abs=1e-6)
+
+
 @pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]])
 def test_experts_go_on_bit_for_bit(
     two_ranks: World, experts: list[str], tmp_path: Path, more: list[str]

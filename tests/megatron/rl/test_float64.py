@@ -91,3 +91,10 @@ def test_an_error_ends_it() -> None:
         raise ZeroDivisionError
     assert torch.get_default_dtype() == torch.float32
     assert THIRD.float().dtype == torch.float32
+
+
+def test_bytes_are_what_they_are() -> None:
+    data = torch.tensor([0.5, 2.0], dtype=torch.float32).view(torch.uint8)
+    with float64_throughout():
+        assert data.view(dtype=torch.float32).tolist() == [0.5, 2.0]
+        assert torch.frombuffer(data.numpy(), dtype=torch.float32).tolist() == [0.5, 2.0]
