@@ -67,6 +67,7 @@ class WatchedFolder:
         self._warn_of_late({*names} - {*new})
         if new:
             self._waiting_since = None
+            self._known.add(new[0])
             return Entry((str((self.folder / new[0]).absolute()),), {"file": new[0]})
         if (self.folder / END).exists():
             raise EndOfRolloutsError(f"{self.folder / END}: {k} rollouts were all")
