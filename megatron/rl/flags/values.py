@@ -78,8 +78,11 @@ class ValueType:
         Raises:
             ValueError: there is none.
         """
-        if value == "null" and NoneType in _alternatives(self.plain):
-            return None  # of a type that holds text as well, which would take the word as such
+        if value in ("null", ["null"]):  # types that hold text would take the word as such
+            if NoneType in _alternatives(self.plain):
+                return None
+            if self.takes_many and not self.takes_one:
+                value = []
         if self.takes_many and not self.takes_one and isinstance(value, str):
             value = [value]
         try:

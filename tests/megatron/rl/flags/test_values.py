@@ -33,6 +33,8 @@ class Backend(Enum):
         (torch.dtype, "bf16", torch.bfloat16),
         (tuple[str, ...], ["a", "b"], ("a", "b")),
         (tuple[str, ...], "a", ("a",)),
+        (tuple[str, ...], ["null"], ()),
+        (Optional[List[str]], ["null"], None),  # noqa: UP006, UP045
         (Optional[List[str]], ["a"], ["a"]),  # noqa: UP006, UP045
         (Optional[Tuple[int, int]], ["1", "2"], (1, 2)),  # noqa: UP006, UP045
         (Union[int, List[int]], "2", 2),  # noqa: UP006, UP007
