@@ -32,6 +32,17 @@ class Stop(IntEnum):
     SIGTERM = 5
     SIGINT = 6
 
+    @property
+    def words(self) -> str:
+        """What asked for the end, as the user knows it."""
+        return _WORDS.get(self, self.name)
+
+
+_WORDS = {
+    Stop.NO_ROLLOUT: "no further rollout",
+    Stop.INTERVAL: "--exit-interval",
+    Stop.DURATION: "--exit-duration-in-mins",
+}
 
 EXIT_OK = 0
 EXIT_ERROR = 1

@@ -78,7 +78,7 @@ class Trainer:
                 self._save()
             self._wait_for_save()
         if stop:
-            log_info(f"stopped after step {self.progress.step}: {stop.name}")
+            log_info(f"stopped after step {self.progress.step}: {stop.words}")
         return EXIT_SIGNAL if stop >= Stop.SIGUSR1 else EXIT_OK
 
     @property

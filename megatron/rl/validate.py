@@ -17,7 +17,8 @@ EXIT_BAD = 2
 
 DESCRIPTION = """\
 Check every row of rollout files (JSONL, Parquet, slime's .pt dumps; files, globs or folders) and
-print what they hold, or every error with its file and line. A row has these fields:
+print what they hold, or the first error of every bad row with file and line. A row has these
+fields:
 
   tokens             ids of prompt and response        (or prompt_ids and response_ids)
   response_length    how many of the last tokens are the response
@@ -32,6 +33,7 @@ print what they hold, or every error with its file and line. A row has these fie
   rollout_index      samples of one rollout share it; absent = each its own
   index              unique in its file; absent in all rows = the row's position
   status             completed, truncated, aborted (slime also: failed, pending)
+  weight_version     optimizer steps that the engine's weights had taken
   remove_sample      true trains no token of it
   prompt, response, label, and any other field: free
 """

@@ -18,7 +18,7 @@ ROLLOUTS = (
         "rollout_data",
         lambda s: not s.rollout_data and s.rollout_watch is None,
         "or --rollout-watch must be given",
-        "add --rollout-data PATH...",
+        "add --rollout-data PATH..., or --rollout-watch DIR",
     ),
     Rule(
         "rollout_watch",

@@ -191,6 +191,7 @@ CORE_GROUPS = frozenset(name for name, title in GROUPS.items() if "megatron-core
 METAVARS = {
     "save": "DIR",
     "load": "DIR",
+    "pretrained_checkpoint": "DIR",
     "hf_checkpoint": "DIR",
     "tensorboard_dir": "DIR",
     "rollout_data": "PATH",
