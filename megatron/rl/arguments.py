@@ -96,6 +96,21 @@ def resolve(
     return _checked(given, violations, world_size, has_driver=has_driver, on_machine=on_machine)
 
 
+def planned_config(argv: Sequence[str], world_size: int, *, has_driver: bool) -> RunConfig:
+    """The configuration that `argv` describes, of a run that other machines are to make.
+
+    Args:
+        argv: the words after the program's name.
+        world_size: ranks of the job.
+        has_driver: whether those machines have a CUDA driver.
+
+    Raises:
+        FlagError: something is wrong, and all of it is named but what only they can tell.
+    """
+    given, violations = _read_all(argv)
+    return _checked(given, violations, world_size, has_driver=has_driver)
+
+
 def saved_config(file: str, **overrides: Any) -> RunConfig:
     """The configuration of an earlier run, for one process that looks at what it left.
 
