@@ -94,7 +94,7 @@ class CheckedConfig:
 
 
 def _annotation_rule(name: str, value: object, annotation: object) -> Rule:
-    """The rule an annotation states: a Literal, bool, int or float, or one of them `| None`."""
+    """The rule an annotation states: a Literal, a plain type, a tuple, or one of them `| None`."""
     union = get_origin(annotation) in (Union, UnionType)
     alternatives: tuple[object, ...] = get_args(annotation) if union else (annotation,)
     kind = next(kind for kind in alternatives if kind is not NoneType)
@@ -106,6 +106,7 @@ def _annotation_rule(name: str, value: object, annotation: object) -> Rule:
     # bool is a subclass of int, and an int may stand for a float.
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _size_rule(name, value)
+    kind = get_origin(kind) or kind
     assert isinstance(kind, type), f"{name} has an annotation without a rule: {annotation}"
     fix = f"give a value of {kind.__name__}"
     return type(value) is kind, name, f"must be of type {kind.__name__}", fix

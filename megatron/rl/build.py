@@ -12,7 +12,7 @@ from megatron.rl.checkpoint import Checkpointer, Progress, Restored
 from megatron.rl.checkpoint_files import CheckpointError, find_checkpoint
 from megatron.rl.checkpoint_model import load_model_weights
 from megatron.rl.config import RunConfig
-from megatron.rl.data import announce, count_steps, data_identity, open_source
+from megatron.rl.data import announce, count_steps, data_identity, open_files, open_spooled
 from megatron.rl.guard import phase
 from megatron.rl.hf import load_hf_weights
 from megatron.rl.initialize import Grid
@@ -38,12 +38,17 @@ def build_trainer(config: RunConfig, grid: Grid) -> Trainer:
         CheckpointError: `--load` does not fit.
     """
     starting = partial(phase, step=0, watch=grid.watch, lets_pass=REFUSALS)
-    with starting("checking rollouts"):
-        source = open_source(config)
-    total_steps = count_steps(source, config)
-    announce(config, source, total_steps)
+    source = None
+    if config.data.rollout_data:  # before what may take minutes
+        with starting("checking rollouts"):
+            source = open_files(config)
     with starting("building the model"):
         trainee = build_trainee(config, grid)
+    if source is None:
+        with starting("opening rollouts"):
+            source = open_spooled(config, trainee)
+    total_steps = count_steps(source, config)
+    announce(config, source, total_steps)
     if isinstance(trainee.head, RLHead):  # a critic's has no choice to make
         log_info(f"head: {trainee.head.describe()}")
     scheduler = build_scheduler(config, trainee, total_steps)

@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron.rl.derived import DerivedLayout
+from megatron.rl.engine_config import EngineConfig
 from megatron.rl.flags.values import written
 from slime_loss import (
     AdvantageConfig,
@@ -306,6 +307,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     model: ModelConfig
     data: DataConfig
+    engine: EngineConfig
     advantage: AdvantageConfig
     loss: PolicyLossConfig
     value_loss: ValueLossConfig
@@ -325,6 +327,13 @@ class RunConfig:
     """Where each value that is not the default comes from."""
     notes: tuple[str, ...]
     """Flags that have no effect, and what megatron-core warns of."""
+
+    @property
+    def replays_kept_ids(self) -> bool:
+        """Whether every row has the ids that its tokens could be, and probabilities are theirs."""
+        if self.engine.rollout_engine is None:
+            return self.data.rollout_top_p < 1
+        return self.data.rollout_top_p < 1 or self.engine.rollout_top_k > 0
 
     @cached_property
     def layout(self) -> DerivedLayout:

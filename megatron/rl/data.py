@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 from megatron.rl.computed import needs_values, old_is_engines
 from megatron.rl.config import RunConfig
+from megatron.rl.engines import Engine
+from megatron.rl.engines.make import make_engine
 from megatron.rl.initialize import World
 from megatron.rl.logging import log_info, log_warning
+from megatron.rl.prompt_files import check_prompts
+from megatron.rl.prompt_tasks import TaskPrompts
+from megatron.rl.prompts import PromptMaker, PromptSource
+from megatron.rl.rewards import RewardPool
 from megatron.rl.rollout import num_steps
 from megatron.rl.samples import RowRules
 from megatron.rl.sources import (
@@ -21,6 +28,10 @@ from megatron.rl.sources import (
     WatchedFolder,
     check_rollouts,
 )
+from megatron.rl.sources.generated import GeneratedRollouts, GenerationConfig
+from megatron.rl.sources.spooled import Maker
+from megatron.rl.step import Trainee
+from megatron.rl.text import TextTokenizer, build_tokenizer
 from megatron.rl.together import on_first_rank
 
 
@@ -40,7 +51,7 @@ def row_rules(config: RunConfig) -> RowRules:
         need_rollout_log_probs=loss.use_tis or loss.use_rs or old_is_engines(config),
         need_ref_log_probs=loss.use_kl_loss or advantage.kl_coef > 0,
         need_values=estimates and needs_values(config),
-        need_kept_ids=config.data.rollout_top_p < 1,
+        need_kept_ids=config.replays_kept_ids,
         max_length=min((limit for limit in limits if limit is not None), default=None),
         truncate=config.data.truncate_samples,
     )
@@ -89,11 +100,76 @@ def make_source(config: RunConfig, files: RolloutFiles) -> FileSource:
 
 def watched_source(config: RunConfig) -> SpooledSource:
     """The files of `--rollout-watch`, each a rollout."""
+    folder, size = Path(config.data.rollout_watch), config.layout.samples_per_rollout
+    return _spooled(config, lambda _: WatchedFolder(folder, size))
+
+
+def generated_source(config: RunConfig, engine: Engine | None, *, draws: bool) -> SpooledSource:
+    """Rollouts that the run makes.
+
+    Args:
+        config: the run.
+        engine: draws responses; None in a dry run.
+        draws: whether this rank does, and so scores them.
+
+    Raises:
+        BadRowsError: a prompt breaks a rule.
+        ConfigError: tokenizer, task or reward cannot be loaded.
+    """
+    data, own = config.data, config.engine
+    tokenizer = make_tokenizer(config)
+    limits = (config.model.max_position_embeddings, config.layout.tokens_per_pack)
+    sampling = own.sampling(
+        config.head.rollout_temperature,
+        data.rollout_top_p,
+        min((limit for limit in limits if limit is not None), default=None),
+        tokenizer.eos_ids,
+    )
+
+    def maker(spool: Spool) -> GeneratedRollouts:
+        return GeneratedRollouts(
+            prompts=make_prompts(config, tokenizer),
+            engine=engine,
+            rewards=RewardPool(own.rewards(data.reward_key)) if draws else None,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            config=GenerationConfig(
+                rollout_batch_size=data.rollout_batch_size,
+                n_samples_per_prompt=data.n_samples_per_prompt,
+                dynamic_sampling=own.dynamic_sampling,
+                max_draws=own.dynamic_sampling_limit,
+                overlong_filtering=own.overlong_filtering,
+                overlong_cache_length=own.overlong_cache_len,
+            ),
+            spool=spool,
+            seed=config.runtime.seed,
+        )
+
+    return _spooled(config, maker)
+
+
+def make_tokenizer(config: RunConfig) -> TextTokenizer:
+    """The tokenizer of `--tokenizer-model`, or of `--hf-checkpoint`."""
+    hf_checkpoint, vocab_size = config.model.hf_checkpoint, config.model.vocab_size
+    return build_tokenizer(config.engine.tokenizer(hf_checkpoint, vocab_size))
+
+
+def make_prompts(config: RunConfig, tokenizer: TextTokenizer) -> PromptSource:
+    """The prompts of `--prompt-data` or `--prompt-task`, in the order of the run."""
+    own = config.engine
+    if own.prompt_task is not None:
+        prompts = TaskPrompts(own.task(), PromptMaker(own.prompts(), tokenizer))
+    else:
+        prompts = check_prompts(own.prompt_data, own.prompts(), tokenizer)
+    return PromptSource(prompts, seed=config.runtime.seed, shuffle=config.data.shuffle)
+
+
+def _spooled(config: RunConfig, make_maker: Callable[[Spool], Maker]) -> SpooledSource:
     data = config.data
-    maker = WatchedFolder(Path(data.rollout_watch), config.layout.samples_per_rollout)
+    spool = Spool(Path(data.rollout_dir or f"{config.checkpoint.save}/rollouts"))
     return SpooledSource(
-        Spool(Path(data.rollout_dir or f"{config.checkpoint.save}/rollouts"), maker.identity()),
-        maker,
+        spool,
+        make_maker(spool),
         row_rules(config),
         read_options(config),
         num_rollouts=data.num_rollout,
@@ -101,28 +177,43 @@ def watched_source(config: RunConfig) -> SpooledSource:
     )
 
 
-def open_source(config: RunConfig) -> Source:
-    """Where this run's samples come from; called on every rank.
-
-    Of files rank 0 checks all rows once and sends the row index to all others.
+def open_files(config: RunConfig) -> FileSource:
+    """Rank 0 checks all rows of `--rollout-data` and sends the row index to all others.
 
     Raises:
         BadRowsError: a row breaks a rule.
+    """
+    return make_source(config, on_first_rank(lambda: check_data(config)))
+
+
+def open_spooled(config: RunConfig, trainee: Trainee) -> SpooledSource:
+    """Rollouts that come during the run; called on every rank.
+
+    Raises:
+        BadRowsError: a prompt breaks a rule.
+        ConfigError: tokenizer, task or reward cannot be loaded.
         SpoolError: `--rollout-dir` is another run's.
     """
     if config.data.rollout_watch is not None:
         source = watched_source(config)
-        source.open()
-        return source
-    return make_source(config, on_first_rank(lambda: check_data(config)))
+    else:
+        engine, draws = make_engine(config, trainee)
+        source = generated_source(config, engine, draws=draws)
+    source.open()
+    return source
 
 
 def dry_run(config: RunConfig, world: World) -> None:
     """Check flags and data and say what a run would do; nothing is built or written."""
-    if world.rank == 0:
-        is_watched = config.data.rollout_watch is not None
-        source = watched_source(config) if is_watched else make_source(config, check_data(config))
-        announce(config, source, count_steps(source, config))
+    if world.rank != 0:
+        return
+    if config.engine.rollout_engine is not None:
+        source = generated_source(config, None, draws=False)
+    elif config.data.rollout_watch is not None:
+        source = watched_source(config)
+    else:
+        source = make_source(config, check_data(config))
+    announce(config, source, count_steps(source, config))
 
 
 def announce(config: RunConfig, source: Source, total_steps: int | None) -> None:

@@ -25,7 +25,7 @@ from megatron.rl.build import build_trainee
 from megatron.rl.checkpoint_model import OUTPUT_LAYER
 from megatron.rl.computed import compute, micro_batch_of, needs_pass, old_outputs_of
 from megatron.rl.config import RunConfig
-from megatron.rl.data import open_source
+from megatron.rl.data import open_files
 from megatron.rl.initialize import Grid
 from megatron.rl.model import RLModel, unwrap
 from megatron.rl.rollout import read_rollout
@@ -120,19 +120,16 @@ def first_step(config: RunConfig, grid: Grid) -> RankStep:
     Communicates over every group.
 
     Raises:
-        ValueError: the gradient would be clipped, there is no rollout, or the step is not finite.
+        ValueError: the gradient would be clipped, there are no rollout files, or the step is not
+            finite.
     """
     if config.optimizer.clip_grad:
         raise ValueError(f"clip_grad must be 0: clip_grad={config.optimizer.clip_grad}")
-    found = open_source(config).rollout(0, weight_version=0)
-    if found is None:
-        raise ValueError(
-            f"rollout_watch must have a first rollout: rollout_watch={config.data.rollout_watch}; "
-            "fix: use --rollout-data"
-        )
+    if not config.data.rollout_data:
+        raise ValueError("rollout_data must be given, to have the same samples: rollout_data=()")
     trainee = build_trainee(config, grid)
     fill_initial_weights(config, trainee)
-    rollout = read_rollout(0, found, config, grid.dp_rank)
+    rollout = read_rollout(0, open_files(config).rollout(0, 0), config, grid.dp_rank)
     old_outputs = old_outputs_of(rollout, trainee) if needs_pass(rollout, config) else {}
     computed = compute(rollout, old_outputs, config, grid)
     step = rollout.steps[0]

@@ -164,7 +164,7 @@ def _streams(rows: np.ndarray, config: RunConfig) -> frozenset[str]:
     is_read = {
         "rollout_log_probs": is_policy and bool(rows["has_rollout_log_probs"].all()),
         "ref_log_probs": config.loss.use_kl_loss,
-        "kept_ids": config.data.rollout_top_p < 1,
+        "kept_ids": config.replays_kept_ids,
         "values": has_values,
     }
     return frozenset(name for name, read in is_read.items() if read)

@@ -46,7 +46,8 @@ def machine_violations(flags: Mapping[str, Any], *, has_driver: bool) -> Iterato
             spelling = f"--{name.replace('_', '-')}"
             yield _violation(spelling, "must name a directory", "''", f"leave {spelling} out")
     yield from _custom_functions(flags)
-    yield from _rollouts(flags["rollout_data"])
+    for name in ("rollout_data", "prompt_data"):
+        yield from _files(f"--{name.replace('_', '-')}", flags[name])
     yield from _load(flags["load"], flags["save"], flags["exit_on_missing_checkpoint"])
     pretrained = flags["pretrained_checkpoint"]
     if pretrained and not holds_checkpoint(Path(pretrained)):
@@ -77,14 +78,14 @@ def _custom_functions(flags: Mapping[str, Any]) -> Iterator[Violation]:
                 yield _violation(flag, found.rule, repr(found.value), found.fix)
 
 
-def _rollouts(paths: tuple[str, ...]) -> Iterator[Violation]:
+def _files(flag: str, paths: tuple[str, ...]) -> Iterator[Violation]:
     files, errors = expand_paths(paths)
     for error in errors:
-        yield _violation("--rollout-data", error.rule, printable(error.file), error.fix)
+        yield _violation(flag, error.rule, printable(error.file), error.fix)
     for file in files:
         if not os.path.isfile(file):
             rule = "must be a file that exists"
-            yield _violation("--rollout-data", rule, printable(file), "check the path")
+            yield _violation(flag, rule, printable(file), "check the path")
 
 
 def _load(load: str | None, save: str | None, must_exist: bool) -> Iterator[Violation]:

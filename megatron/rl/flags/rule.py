@@ -109,10 +109,15 @@ class FlagView:
         return self.lr_decay_iters or self.train_iters
 
     @property
+    def comes_during_run(self) -> bool:
+        """Whether rollouts come while the run trains."""
+        return self.rollout_watch is not None or self.rollout_engine is not None
+
+    @property
     def steps_foreseen(self) -> bool:
         """Whether the number of optimizer steps follows from flags and files."""
         sizes_known = self.rollout_samples is not None and self.num_rollout is not None
-        return self.rollout_watch is None or self.train_iters is not None or sizes_known
+        return not self.comes_during_run or self.train_iters is not None or sizes_known
 
     @property
     def layout_stages(self) -> int | None:

@@ -16,35 +16,77 @@ REQUIRED = {
 ROLLOUTS = (
     Rule(
         "rollout_data",
-        lambda s: not s.rollout_data and s.rollout_watch is None,
-        "or --rollout-watch must be given",
-        "add --rollout-data PATH..., or --rollout-watch DIR",
-    ),
-    Rule(
-        "rollout_watch",
-        lambda s: s.rollout_watch is not None and bool(s.rollout_data),
-        "excludes --rollout-data",
-        "leave one of the two out",
-    ),
-    Rule(
-        "rollout_watch",
-        lambda s: s.rollout_watch is not None and s.rollout_dir is None and s.save is None,
-        "needs --save or --rollout-dir, to note which files were taken",
-        "add --save DIR",
+        lambda s: not s.rollout_data and not s.comes_during_run,
+        "or --rollout-watch or --rollout-engine must be given",
+        "add --rollout-data PATH..., --rollout-watch DIR or --rollout-engine NAME",
     ),
     *(
         Rule(
             name,
-            lambda s, name=name: s[name] is not None and s.rollout_watch is None,
-            "needs --rollout-watch",
-            "add --rollout-watch DIR, or leave it out",
+            lambda s, name=name: s[name] is not None and bool(s.rollout_data),
+            "excludes --rollout-data",
+            "leave one of the two out",
         )
-        for name in ("rollout_dir", "max_staleness")
+        for name in ("rollout_watch", "rollout_engine")
+    ),
+    Rule(
+        "rollout_engine",
+        lambda s: s.rollout_engine is not None and s.rollout_watch is not None,
+        "excludes --rollout-watch",
+        "leave one of the two out",
+    ),
+    *(
+        Rule(
+            name,
+            lambda s, name=name: s[name] is not None and s.rollout_dir is None and s.save is None,
+            "needs --save or --rollout-dir, to note which rollouts were taken",
+            "add --save DIR",
+        )
+        for name in ("rollout_watch", "rollout_engine")
+    ),
+    *(
+        Rule(
+            name,
+            lambda s, name=name: s.rollout_engine is not None and s[name] is None,
+            "must be given with --rollout-engine",
+            f"add --{name.replace('_', '-')} N",
+        )
+        for name in ("rollout_batch_size", "n_samples_per_prompt")
+    ),
+    Rule(
+        "num_rollout",
+        lambda s: s.rollout_engine is not None and s.num_rollout is None and s.train_iters is None,
+        "or --train-iters must be given with --rollout-engine, which never ends by itself",
+        "add --num-rollout N",
+    ),
+    Rule(
+        "rollout_engine",
+        lambda s: s.rollout_engine == "native" and (s.pp > 1 or s.ep > 1),
+        "native draws without pipeline and expert parallelism",
+        "use --rollout-engine sglang, or no such parallelism",
+    ),
+    Rule(
+        "rollout_engine",
+        lambda s: s.rollout_engine is not None and s.loss_type == "value_loss",
+        "{rollout_engine} needs a policy, and a critic draws nothing",
+        "train a critic on --rollout-data",
+    ),
+    Rule(
+        "rollout_dir",
+        lambda s: s.rollout_dir is not None and not s.comes_during_run,
+        "needs --rollout-watch or --rollout-engine",
+        "leave it out",
+    ),
+    Rule(
+        "max_staleness",
+        lambda s: s.max_staleness is not None and not s.comes_during_run,
+        "needs --rollout-watch or --rollout-engine",
+        "leave it out",
     ),
     Rule(
         "num_epochs",
-        lambda s: s.rollout_watch is not None and s.num_epochs > 1,
-        "excludes --rollout-watch: its files come once",
+        lambda s: s.comes_during_run and s.num_epochs > 1,
+        "needs --rollout-data: other rollouts come once",
         "leave --num-epochs out",
     ),
     *(

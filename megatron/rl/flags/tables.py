@@ -169,6 +169,7 @@ CHOICES = {"optimizer": ("adam", "sgd")}
 
 GROUPS = {
     "DataConfig": "Rollouts and batches",
+    "EngineConfig": "Rollouts that the run makes",
     "AdvantageConfig": "Advantages",
     "PolicyLossConfig": "Loss",
     "ValueLossConfig": "Loss of a critic",
@@ -197,6 +198,15 @@ METAVARS = {
     "rollout_data": "PATH",
     "rollout_watch": "DIR",
     "rollout_dir": "DIR",
+    "prompt_data": "PATH",
+    "prompt_task": "NAME",
+    "prompt_task_parameters": "JSON",
+    "tokenizer_type": "TYPE",
+    "tokenizer_model": "PATH",
+    "chat_template": "FILE",
+    "rollout_url": "URL",
+    "rollout_weights_dir": "DIR",
+    "reward": "NAME",
     "config": "FILE",
     "reward_key": "KEY",
     "advantage_estimator": "NAME",

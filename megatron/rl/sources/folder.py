@@ -46,9 +46,6 @@ class WatchedFolder:
     _waiting_since: float | None = field(default=None, init=False)
     _next_line: float = field(default=0.0, init=False)
 
-    def open(self) -> None:
-        """Nothing to get ready: the folder may appear later."""
-
     def make(self, k: int, weight_version: int, cursor: Mapping[str, Any]) -> Entry | None:  # noqa: ARG002 -- files come when they come
         """The first file behind the former one; see `Maker.make`."""
         return on_first_rank(lambda: self._look(k, cursor.get("file")))

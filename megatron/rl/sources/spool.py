@@ -43,15 +43,16 @@ class Spool:
 
     Args:
         folder: made where it is missing.
-        identity: what rollouts of this run depend on; entries of another run are refused.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._identity = json.loads(json.dumps(identity))
 
-    def open(self) -> None:
+    def open(self, identity: Mapping[str, object]) -> None:
         """Make the folder, or check that it is this run's.
+
+        Args:
+            identity: what the rollouts of this run depend on; JSON.
 
         Raises:
             SpoolError: It holds rollouts of a run with other flags or prompts.
@@ -59,14 +60,13 @@ class Spool:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "identity.json"
         if not path.exists():
-            self._write(path, json.dumps(self._identity, indent=1).encode())
+            self._write(path, json.dumps(identity, indent=1).encode())
             return
-        found = json.loads(path.read_bytes())
-        names = sorted(found.keys() | self._identity.keys())
+        found, wanted = json.loads(path.read_bytes()), json.loads(json.dumps(identity))
         differences = [
-            f"{name} is {self._identity.get(name)}, was {found.get(name)}"
-            for name in names
-            if self._identity.get(name) != found.get(name)
+            f"{name} is {wanted.get(name)}, was {found.get(name)}"
+            for name in sorted(found.keys() | wanted.keys())
+            if wanted.get(name) != found.get(name)
         ]
         if differences:
             raise SpoolError(

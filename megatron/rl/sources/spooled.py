@@ -23,10 +23,6 @@ class Maker(Protocol):
     samples_per_rollout: int | None
     """As foreseen; None where nobody can say."""
 
-    def open(self) -> None:
-        """Get ready; on every rank."""
-        ...
-
     def make(self, k: int, weight_version: int, cursor: Mapping[str, Any]) -> Entry | None:
         """Make rollout k; called on every rank.
 
@@ -73,13 +69,12 @@ class SpooledSource:
     max_staleness: int | None = None
 
     def open(self) -> None:
-        """Check the spool and get the maker ready.
+        """Check the spool.
 
         Raises:
             SpoolError: the spool is another run's.
         """
-        on_first_rank(self.spool.open)
-        self.maker.open()
+        on_first_rank(lambda: self.spool.open(self.identity()))
 
     def rollout(self, k: int, weight_version: int) -> RolloutRows | None:
         """The rows of rollout k, made now unless the spool has them; see `Source.rollout`."""

@@ -7,14 +7,23 @@ ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2"
 
 WATCH = "--rollout-watch {tmp}/drop"
 UNKNOWN_LENGTH = f"{WATCH} --save {{tmp}} --lr-decay-style cosine --lr-warmup-fraction 0.1"
+ENGINE = "--rollout-engine native --prompt-task chain_sum --reward exact"
 
 BROKEN = [
-    ("--rollout-watch null", 1, "rollout_data", "or --rollout-watch must be given"),
+    ("--rollout-watch null", 1, "rollout_data", "or --rollout-watch or --rollout-engine must"),
     (f"{WATCH} --rollout-data a", 1, "rollout_watch", "excludes --rollout-data"),
+    (f"{ENGINE} --rollout-data a", 1, "rollout_engine", "excludes --rollout-data"),
+    (f"{ENGINE} {WATCH}", 1, "rollout_engine", "excludes --rollout-watch"),
     (WATCH, 1, "rollout_watch", "needs --save or --rollout-dir"),
-    ("--rollout-dir {tmp}", 1, "rollout_dir", "needs --rollout-watch"),
-    ("--max-staleness 2", 1, "max_staleness", "needs --rollout-watch"),
-    (f"{WATCH} --num-epochs 2", 1, "num_epochs", "excludes --rollout-watch"),
+    (ENGINE, 1, "rollout_engine", "needs --save or --rollout-dir"),
+    (ENGINE, 1, "rollout_batch_size", "must be given with --rollout-engine"),
+    (ENGINE, 1, "n_samples_per_prompt", "must be given with --rollout-engine"),
+    (ENGINE, 1, "num_rollout", "or --train-iters must be given with --rollout-engine"),
+    (f"{ENGINE} --pipeline-model-parallel-size 2", 2, "rollout_engine", "without pipeline"),
+    (f"{ENGINE} --loss-type value_loss", 1, "rollout_engine", "needs a policy"),
+    ("--rollout-dir {tmp}", 1, "rollout_dir", "needs --rollout-watch or --rollout-engine"),
+    ("--max-staleness 2", 1, "max_staleness", "needs --rollout-watch or --rollout-engine"),
+    (f"{WATCH} --num-epochs 2", 1, "num_epochs", "needs --rollout-data"),
     (UNKNOWN_LENGTH, 1, "lr_decay_style", "needs --train-iters or --lr-decay-iters"),
     (UNKNOWN_LENGTH, 1, "lr_warmup_fraction", "needs --train-iters or --lr-decay-iters"),
     (

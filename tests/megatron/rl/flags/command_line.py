@@ -41,9 +41,10 @@ def hf_directory(directory: Path) -> str:
 def small_run(directory: Path, flags: str = "", model: str = MODEL) -> list[str]:
     """The words of a run that breaks no rule, and `flags` after them.
 
-    Flags that name --rollout-watch stand in for --rollout-data.
+    Flags that name --rollout-watch or --rollout-engine stand in for --rollout-data.
     """
-    data = [] if "--rollout-watch" in flags else ["--rollout-data", rollouts(directory)]
+    comes_later = "--rollout-watch" in flags or "--rollout-engine" in flags
+    data = [] if comes_later else ["--rollout-data", rollouts(directory)]
     return [
         *data,
         *["--lr", "1e-6"],

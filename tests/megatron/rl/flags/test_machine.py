@@ -22,6 +22,7 @@ def found(tmp_path: Path, *, has_driver: bool = False, **flags: object) -> list[
         "exit_on_missing_checkpoint": False,
         "pretrained_checkpoint": None,
         "rollout_watch": None,
+        "prompt_data": (),
         "rollout_dir": None,
         "custom_loss_function_path": None,
         "custom_advantage_function_path": None,

@@ -37,7 +37,7 @@ def source(tmp_path: Path, **fields: object) -> SpooledSource:
     """As a process that starts now would have it."""
     maker = WatchedFolder(tmp_path / "drop", samples_per_rollout=16)
     opened = SpooledSource(
-        Spool(tmp_path / "spool", {"seed": 1, **maker.identity()}),
+        Spool(tmp_path / "spool"),
         maker,
         RowRules(),
         ReadOptions(),
@@ -132,9 +132,8 @@ def test_a_file_that_changed_since_it_was_taken_is_refused(tmp_path: Path) -> No
 
 def test_the_spool_of_another_run_is_refused(tmp_path: Path) -> None:
     source(tmp_path)
-    other = Spool(tmp_path / "spool", {"seed": 2})
-    with pytest.raises(SpoolError, match=r"seed is 2, was 1.*--rollout-dir"):
-        other.open()
+    with pytest.raises(SpoolError, match=r"seed is 2, was None.*--rollout-dir"):
+        Spool(tmp_path / "spool").open({"seed": 2, **WatchedFolder(tmp_path).identity()})
 
 
 def test_a_broken_or_missing_entry_is_named(tmp_path: Path) -> None:
@@ -165,11 +164,11 @@ def test_stale_samples_are_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_made_are_written_whole_and_found_by_any_folder_name(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", {})
-    spool.open()
+    spool = Spool(tmp_path / "spool")
+    spool.open({})
     name = spool.write_rows(4, rollout_rows())
     spool.put(4, Entry((name,), {"prompt": 4}, {"rollout/x": 0.5}))
-    moved = Spool((tmp_path / "spool").rename(tmp_path / "moved"), {})
+    moved = Spool((tmp_path / "spool").rename(tmp_path / "moved"))
     entry = moved.get(4)
     assert entry == Entry((name,), {"prompt": 4}, {"rollout/x": 0.5})
     [path] = moved.paths(entry)
