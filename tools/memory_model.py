@@ -90,6 +90,7 @@ class MemoryModel:
         flags = self.config.flags
         refused = {
             "num_moe_experts": flags["num_moe_experts"] is not None,
+            "pipeline_model_parallel_layout": flags["pipeline_model_parallel_layout"] is not None,
             "fp8": flags["fp8"] is not None,
             "fp4": flags["fp4"] is not None,
             "cpu_offloading": bool(flags["cpu_offloading"]),

@@ -237,6 +237,13 @@ def test_fewer_tokens_hold_less(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["--num-experts=4", "--no-swiglu"], "is not covered by the formulas: --num-experts=4"),
+        (
+            [
+                "--pipeline-model-parallel-size=2",
+                "--pipeline-model-parallel-layout=Et|tttL",
+            ],
+            "is not covered by the formulas: --pipeline-model-parallel-layout=Et|tttL",
+        ),
         (["--tensor-model-parallel-size=3"], "--tensor-model-parallel-size"),
         (["--nonsense"], "--nonsense"),
     ],
