@@ -36,7 +36,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="%(prog)s --ranks N [--config FILE] [--tokens N] [--trained-share X] [--json] [flag ...]",
+        usage="%(prog)s --ranks N [--tokens N] [--trained-share X] [--json] [flag of the run ...]",
     )
     parser.add_argument("--ranks", type=_positive, required=True, metavar="N", help="of the job")
     parser.add_argument(
