@@ -49,6 +49,7 @@ JobRequeue=1
 ReturnToService=2
 KillWait=10
 InactiveLimit=0
+MinJobAge=7200
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
 PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace} State=UP
