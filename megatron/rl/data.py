@@ -24,12 +24,11 @@ from megatron.rl.sources import (
     RolloutFiles,
     Source,
     Spool,
-    SpooledSource,
-    WatchedFolder,
     check_rollouts,
 )
+from megatron.rl.sources.folder import WatchedFolder
 from megatron.rl.sources.generated import GeneratedRollouts, GenerationConfig
-from megatron.rl.sources.spooled import Maker
+from megatron.rl.sources.spooled import Maker, SpooledSource
 from megatron.rl.step import Trainee
 from megatron.rl.text import TextTokenizer, build_tokenizer
 from megatron.rl.together import on_first_rank

@@ -1,11 +1,12 @@
-"""Where samples come from: files that are there, or a folder that an engine fills."""
+"""Where samples come from: files that are there, or a folder that an engine fills.
+
+What ranks do together is in `folder` and `spooled`, not imported here: a check needs no torch.
+"""
 
 from megatron.rl.sources.check import ReadOptions, check_rollouts
 from megatron.rl.sources.files import FileSource, RolloutFiles, RolloutRows
-from megatron.rl.sources.folder import WatchedFolder
 from megatron.rl.sources.source import EndOfRolloutsError, Source
 from megatron.rl.sources.spool import Spool, SpoolError
-from megatron.rl.sources.spooled import SpooledSource
 
 __all__ = [
     "EndOfRolloutsError",
@@ -16,7 +17,5 @@ __all__ = [
     "Source",
     "Spool",
     "SpoolError",
-    "SpooledSource",
-    "WatchedFolder",
     "check_rollouts",
 ]

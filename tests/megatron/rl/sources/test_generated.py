@@ -11,8 +11,9 @@ from megatron.rl.engines import Completion, Request, Sampling
 from megatron.rl.prompts import Prompt, PromptSource
 from megatron.rl.rewards import RewardInput, Rewards, SampleError
 from megatron.rl.samples import RowRules
-from megatron.rl.sources import ReadOptions, Spool, SpooledSource
+from megatron.rl.sources import ReadOptions, Spool
 from megatron.rl.sources.generated import GeneratedRollouts, GenerationConfig, NoSampleError
+from megatron.rl.sources.spooled import SpooledSource
 from megatron.rl.text import TokenizerConfig, build_tokenizer
 from slime_loss import ConfigError
 
