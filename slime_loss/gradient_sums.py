@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from slime_loss.kept_columns import entries_in_cache
-from slime_loss.projection import BLOCK_BYTES, Projection, RowPlan, add_product_
+from slime_loss.projection import BLOCK_BYTES, Projection, RowPlan, add_long_product_, add_product_
 from slime_loss.row_facts import RowFacts
 
 
@@ -126,7 +126,7 @@ class GradientSums:
         for block in projection.blocks():
             grad_block = gradient[:, block]
             if self._features is not None:
-                add_product_(grad_features, grad_block, projection.weight[block])
+                add_long_product_(grad_features, grad_block, projection.weight[block])
             if self._weight is not None:
                 add_product_(self._weight[block], grad_block.t(), features, beta=beta)
             if self._bias is not None:
