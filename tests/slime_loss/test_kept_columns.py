@@ -134,6 +134,7 @@ def test_rows_of_few_ids_reach_no_dense_product_and_no_dense_mask(entropy: str, 
 
     with (
         patch("slime_loss.gradient_sums.add_product_", add_product),
+        patch("slime_loss.gradient_sums.add_long_product_", add_product),
         patch.object(KeptColumns, "mask", mask),
     ):
         result = run(inputs, entropy=entropy)
