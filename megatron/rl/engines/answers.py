@@ -13,6 +13,8 @@ import numpy as np
 from megatron.rl.engines.calls import PassingError, shown
 from megatron.rl.engines.engine import Completion, Request, Sampling
 
+NUM_LIKELIEST = 5
+"""Likeliest tokens whose log-probs a server is asked for, to learn what it calls a log-prob."""
 MAX_ROUNDING = 1e-3
 """A log-prob may be above 0 by rounding, up to this, in nats; it is then 0."""
 MIN_LOG_PROB = -9998.0

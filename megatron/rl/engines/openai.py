@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron.rl.engines.answers import (
+    NUM_LIKELIEST,
     Drawn,
     HalfAnswerError,
     completion_of,
@@ -36,7 +37,6 @@ from megatron.rl.engines.calls import RefusedError
 from megatron.rl.engines.engine import Completion, Request, Sampling
 from megatron.rl.engines.http_config import HttpEngineConfig
 
-NUM_LIKELIEST = 5
 ID_PREFIX = "token_id:"
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from megatron.rl.engines.answers import (
+    NUM_LIKELIEST,
     Drawn,
     HalfAnswerError,
     check_offsets,
@@ -43,8 +44,6 @@ from megatron.rl.engines.answers import (
 from megatron.rl.engines.calls import RefusedError
 from megatron.rl.engines.engine import Completion, Request, Sampling
 from megatron.rl.engines.http_config import HttpEngineConfig
-
-NUM_LIKELIEST = 5
 
 
 @dataclass(frozen=True)
